@@ -196,10 +196,10 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Co
     weights = (stored_scheme(layer.weight, shape) for layer, shape in layers.values())
     kinds = {f"{weight.grid} with scales of {weight.scale}" for weight in weights}
     inputs = {f"{threshold:g}" for threshold in _thresholds(layer for layer, _ in layers.values())}
-    for what, found in (("number type", kinds), ("threshold of inputs (0: none)", inputs)):
-        if len(found) > 1:
+    for what, values in (("number type", kinds), ("threshold of inputs (0: none)", inputs)):
+        if len(values) > 1:
             return Compatibility(
-                Verdict.IMPOSSIBLE, f"one {what} in a model, not {', '.join(sorted(found))}"
+                Verdict.IMPOSSIBLE, f"one {what} in a model, not {', '.join(sorted(values))}"
             )
     return Compatibility(Verdict.EXACT)
 
@@ -381,9 +381,9 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
         raise InputError(
             f"{name}: "
             + " and ".join(
-                f"{key} = {said!r}, but the tensors are of {actual!r}"
-                for key, said, actual in zip(keys, stated, wanted, strict=True)
-                if said != actual
+                f"{key} = {declared!r}, but the tensors are of {actual!r}"
+                for key, declared, actual in zip(keys, stated, wanted, strict=True)
+                if declared != actual
             ),
             "the checkpoint is damaged: fetch it again",
             tensor=name,
@@ -430,8 +430,8 @@ def _require_codebook(name: str, tensors: Mapping[str, Tensor], expected: Tensor
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return ``config.json`` with the list of unquantized linears and, for int8, the outlier threshold."""
-    eight = bool(found := quantized_modules(plan, ".SCB"))
-    modules = found or quantized_modules(plan, ".weight.absmax")
+    eight = bool(names := quantized_modules(plan, ".SCB"))
+    modules = names or quantized_modules(plan, ".weight.absmax")
     schemes = [tensor.scheme for tensor in modules.values() if tensor.scheme is not None]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
@@ -456,9 +456,11 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether ``quant_method`` is bitsandbytes, or missing with ``load_in_4bit`` present (old files)."""
-    found = quantization_config(config)
-    method = found.get("quant_method")
-    return method == QUANT_METHOD or (method is None and bool(found.keys() & {"load_in_4bit"}))
+    declaration = quantization_config(config)
+    method = declaration.get("quant_method")
+    return method == QUANT_METHOD or (
+        method is None and bool(declaration.keys() & {"load_in_4bit"})
+    )
 
 
 def find_layouts(
@@ -480,31 +482,31 @@ def find_layouts(
                 "the checkpoint is damaged: fetch it again",
                 tensor=name,
             )
-    found = [
+    layouts = [
         _int8_layout(config, name.removesuffix(".SCB"), tensors)
         for name in tensors
         if name.endswith(".SCB")
     ]
     states = (name.rpartition(STATE_SUFFIX) for name in tensors if STATE_SUFFIX in name)
-    found += [_block_layout(config, module, grid, tensors) for module, _, grid in states]
-    if found:
-        _check_options(quantization, found, tensors)
-    return found
+    layouts += [_block_layout(config, module, grid, tensors) for module, _, grid in states]
+    if layouts:
+        _check_options(quantization, layouts, tensors)
+    return layouts
 
 
 def _check_options(
     config: Mapping[str, Any],
-    found: Sequence[ModuleLayout],
+    layouts: Sequence[ModuleLayout],
     tensors: Mapping[str, StoredTensor],
 ) -> None:
     """Raise `InputError` if the configuration contradicts the tensors."""
     for bits in (8, 4):
-        actual = any(layout.scheme.weight.bits == bits for layout in found)
+        actual = any(layout.scheme.weight.bits == bits for layout in layouts)
         for key in (f"load_in_{bits}bit", f"_load_in_{bits}bit"):
             check_config_value(
                 config, key, actual, f"{'some' if actual else 'no'} modules are of {bits} bits"
             )
-    for layout in found:
+    for layout in layouts:
         scheme = layout.scheme.weight
         if scheme.bits == 4:
             what = f"{layout.module} is {scheme}"
@@ -516,7 +518,7 @@ def _check_options(
             check_config_value(
                 config, "bnb_4bit_quant_storage", storage, f"{layout.module} is stored as {storage}"
             )
-    check_not_in_skip_list(config, INFO.skip_list_key, [layout.module for layout in found])
+    check_not_in_skip_list(config, INFO.skip_list_key, [layout.module for layout in layouts])
 
 
 def _int8_layout(
@@ -524,7 +526,7 @@ def _int8_layout(
 ) -> ModuleLayout:
     threshold = quantization_config(config).get("llm_int8_threshold", DEFAULT_THRESHOLD)
     both = (tensors.get(f"{module}.{key}") for key in ("outlier_columns", "outlier_weight"))
-    kept = max((found.shape[-1] for found in both if found and found.shape), default=0)
+    kept = max((header.shape[-1] for header in both if header and header.shape), default=0)
     activation = Activation("int8", "token", True, float(threshold) or None, kept)
     layer = LayerScheme(Scheme("int8", Row(), scale=ScaleType.F32), activation)
     shape = matrix_shape(tensors, f"{module}.weight")

@@ -107,19 +107,19 @@ def resolve_declaration(checkpoint: Checkpoint) -> Checkpoint:
 
 def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of the biases that GPTQ tools added; none if a bias that the family lacks is not all zeros."""
-    found = [
+    biases = [
         name
         for name in checkpoint.entries
         if name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in checkpoint.entries
     ]
     text = text_config(checkpoint.config)
     family = architecture_of(checkpoint.config) or architecture_of(text)
-    if not found or family is None:
+    if not biases or family is None:
         return frozenset()
     kinds = family.layer_kinds(text, family.dimensions(text))
     declared = [{item.stored or item.name for item in kind.parameters} for kind in kinds]
     added = set()
-    for name in found:
+    for name in biases:
         local = name_within_block(name)
         block = int(name.removesuffix(f".{local}").rpartition(".")[2]) if local else len(declared)
         if block >= len(declared) or local in declared[block]:
@@ -138,11 +138,11 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
     ]
     if not packed and not any(name.endswith(_PARAMETER_SUFFIXES) for name in checkpoint.entries):
         return _drop_declarations(checkpoint)
-    found = config.get(CONFIG_KEY)
-    if isinstance(found, Mapping) and found:
-        method = _missing_modelopt_method(checkpoint) if "quant_method" not in found else {}
+    declaration = config.get(CONFIG_KEY)
+    if isinstance(declaration, Mapping) and declaration:
+        method = _missing_modelopt_method(checkpoint) if "quant_method" not in declaration else {}
         return (
-            replace(checkpoint, config={**config, CONFIG_KEY: {**found, **method}})
+            replace(checkpoint, config={**config, CONFIG_KEY: {**declaration, **method}})
             if method
             else checkpoint
         )
@@ -154,10 +154,10 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
             raise _undeclared_error(checkpoint, packed)
         return _drop_declarations(checkpoint)
     first, declared = next(iter(places.items()))
-    for place, other in places.items():
+    for location, other in places.items():
         if other != declared:
             raise InputError(
-                f"{first} and {place} declare different quantizations",
+                f"{first} and {location} declare different quantizations",
                 f"put the right one into {CONFIG_FILE} as {CONFIG_KEY}",
                 file=str(checkpoint.path),
                 subject=str(checkpoint.path),
@@ -172,15 +172,15 @@ def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint in which no tensor is packed, with every declaration of a quantization removed."""
     config = strip_quantization_keys(checkpoint.config)
     left = {
-        path: found
-        for path, found in find_quantization_keys(checkpoint.config)
-        if found is not None
+        path: declarations
+        for path, declarations in find_quantization_keys(checkpoint.config)
+        if declarations is not None
     }
     if not left:
         return checkpoint if config == checkpoint.config else replace(checkpoint, config=config)
     methods = {
-        str(found.get("quant_method")) if isinstance(found, Mapping) else "None"
-        for found in left.values()
+        str(declarations.get("quant_method")) if isinstance(declarations, Mapping) else "None"
+        for declarations in left.values()
     }
     named = sorted(methods - {"None"})
     shown = f" ({', '.join(named)})" if named else ""
@@ -194,14 +194,14 @@ def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
 def _other_declarations(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield other places that declare a quantization, each with the declaration; files only if no key declares one."""
     there = False
-    for path, found in find_quantization_keys(checkpoint.config):
-        if not isinstance(found, Mapping) or not found or path.endswith("quantization"):
+    for path, declaration in find_quantization_keys(checkpoint.config):
+        if not isinstance(declaration, Mapping) or not declaration or path.endswith("quantization"):
             continue
-        inner = found.get(CONFIG_KEY)
+        inner = declaration.get(CONFIG_KEY)
         there = True
         yield (
             f"{path} of {CONFIG_FILE}",
-            {**found, **inner} if isinstance(inner, Mapping) else {**found},
+            {**declaration, **inner} if isinstance(inner, Mapping) else {**declaration},
         )
     if there or not checkpoint.path.is_dir():
         return
@@ -213,13 +213,13 @@ def _other_declarations(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
 
 def _read_declaration_file(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
     """Return the declaration in a file, with its method; for Model Optimizer, only its ``quantization`` object."""
-    found = read_object(checkpoint.path / name, roles.CONFIG, checkpoint.path)
-    inner = found.get("quantization")
+    declaration = read_object(checkpoint.path / name, roles.CONFIG, checkpoint.path)
+    inner = declaration.get("quantization")
     if method == "modelopt":
-        found = inner if isinstance(inner, dict) else {}
-    elif "w_bit" in found or "q_group_size" in found:
+        declaration = inner if isinstance(inner, dict) else {}
+    elif "w_bit" in declaration or "q_group_size" in declaration:
         method = "awq"
-    return {**({"quant_method": method} if method else {}), **found}
+    return {**({"quant_method": method} if method else {}), **declaration}
 
 
 def _missing_modelopt_method(checkpoint: Checkpoint) -> dict[str, str]:
@@ -261,16 +261,18 @@ def quantization_predicate(config: Mapping[str, Any]) -> QuantizationPredicate |
     Raises:
         InputError: a list of modules is malformed; some errors are raised only when the function is called.
     """
-    found = quantization_config(config)
-    method = found.get("quant_method")
+    declaration = quantization_config(config)
+    method = declaration.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors_predicate(found, lambda module: name_variants(module, config))
+        return _compressed_tensors_predicate(
+            declaration, lambda module: name_variants(module, config)
+        )
     if method == "gptq":
-        return lambda module: _gptq_answers(found, module, head_module(config))
+        return lambda module: _gptq_answers(declaration, module, head_module(config))
     key = detect_format(config).INFO.skip_list_key if method else ""
     if not key:
         return None
-    names = string_list(found, key) or string_list(found, "ignored_layers")
+    names = string_list(declaration, key) or string_list(declaration, "ignored_layers")
     return lambda module: _answers_by_name_parts(
         names, name_variants(module, config), head_module(config)
     )

@@ -94,21 +94,23 @@ class Experts:
         self._module = block.get_submodule(self.path)
         self._empty = dict(self._module.named_parameters(recurse=False))
         self._linears: dict[int, dict[str, StackSlice]] = {}
-        for linear, place in kind.expert_slices().items():
-            self._linears.setdefault(place.expert, {})[linear] = place
+        for linear, stack_slice in kind.expert_slices().items():
+            self._linears.setdefault(stack_slice.expert, {})[linear] = stack_slice
         self.numbers = tuple(self._linears)
         self._load, self._bfloat16 = load, bfloat16
         self._loaded: dict[int, dict[str, Tensor]] = {}
         self._thread_row = threading.local()
         self.tokens: RoutedTokens | None = None
 
-    def weight(self, place: StackSlice) -> Tensor:
+    def weight(self, stack_slice: StackSlice) -> Tensor:
         """Return an expert matrix ``[out_features, in_features]`` as a view.
 
         The expert stays loaded until `release`.
         """
-        return place.stack.matrix(
-            self.load_expert(place.expert)[place.stack.parameter], place.linear_index, 0
+        return stack_slice.stack.matrix(
+            self.load_expert(stack_slice.expert)[stack_slice.stack.parameter],
+            stack_slice.linear_index,
+            0,
         )
 
     def linears_of(self, number: int) -> Mapping[str, StackSlice]:
@@ -279,18 +281,18 @@ class Experts:
         with self.filled(number):
             return self._run_tokens(number, tokens).inputs
 
-    def sample(self, place: StackSlice, rows: int) -> Tensor:
+    def sample(self, stack_slice: StackSlice, rows: int) -> Tensor:
         """Return the input ``[tokens, in_features]`` of an expert matrix for the first tokens routed to it.
 
         The number of tokens is that of ``rows`` calibration rows; for an expert without tokens, those of all rows are
         used.
         """
         assert self.tokens is not None
-        tokens, _ = self.tokens.routed_to(place.expert)
+        tokens, _ = self.tokens.routed_to(stack_slice.expert)
         if not len(tokens):
             tokens = torch.arange(self.tokens.count)
-        return self.inputs(place.expert, tokens[: self.tokens.tokens_in_rows(rows)])[
-            place.stack.parameter
+        return self.inputs(stack_slice.expert, tokens[: self.tokens.tokens_in_rows(rows)])[
+            stack_slice.stack.parameter
         ]
 
     def run_all(self) -> list[float]:
@@ -319,15 +321,15 @@ class Experts:
         stacks = self._loaded[number]
         recorder = StackInputRecorder(
             {
-                place.stack.parameter: stacks[place.stack.parameter]
-                for place in self._linears[number].values()
+                stack_slice.stack.parameter: stacks[stack_slice.stack.parameter]
+                for stack_slice in self._linears[number].values()
             }
         )
         autocast = torch.autocast(states.device.type, torch.bfloat16, enabled=self._bfloat16)
         with autocast, recorder, errors_as_refusals("an expert"):
             outputs: Tensor = self._module(*single_expert_arguments(self._module, states))
-        for place in self._linears[number].values():
-            name = place.stack.parameter
+        for stack_slice in self._linears[number].values():
+            name = stack_slice.stack.parameter
             if name not in recorder.inputs:
                 raise RefusedError(
                     f"{self.name}: what {name} reads of expert {number} is not seen in the products that it computes",

@@ -92,19 +92,19 @@ def apply(
     for shared in block.inputs:
         if shared.scale_fold is None or not any(name in layers for name in shared.linears):
             continue
-        found = _ScaleSearch(
+        search = _ScaleSearch(
             block, shared, layers, statistics[shared.key], rounding, moments
         ).search()
-        if found.family != "none":
-            skipped = fold_if_storable(block, shared, layers, found.scale)
+        if search.family != "none":
+            skipped = fold_if_storable(block, shared, layers, search.scale)
             if skipped:
                 events.append(skipped)
                 continue
-            changed[shared.key] = rescale_statistics(statistics[shared.key], found.scale)
+            changed[shared.key] = rescale_statistics(statistics[shared.key], search.scale)
         figures[shared.key] = {
-            "family": found.family,
-            "exponent": found.exponent,
-            "error": found.error,
+            "family": search.family,
+            "exponent": search.exponent,
+            "error": search.error,
         }
     return TransformResult(changed, tuple(events), figures)
 
@@ -158,13 +158,13 @@ class _ScaleSearch:
         plain = _ScaleCandidate("none", 0.0, torch.ones_like(self._importance), 1.0)
         self._error.calibrate(self._rounded(plain.scale, self._weights, search=False))
         finalists = [plain]
-        for found in map(self._best_candidate, self._families()):
-            if not any(torch.equal(found.scale, other.scale) for other in finalists):
-                finalists.append(found)
+        for candidate in map(self._best_candidate, self._families()):
+            if not any(torch.equal(candidate.scale, other.scale) for other in finalists):
+                finalists.append(candidate)
         search = self._rounding.scales == "search"
         errors = [
-            self._error(self._rounded(found.scale, self._weights, search=search))
-            for found in finalists
+            self._error(self._rounded(candidate.scale, self._weights, search=search))
+            for candidate in finalists
         ]
         least = min(range(len(errors)), key=errors.__getitem__)
         return replace(finalists[least], error=errors[least] / errors[0] if errors[0] else 1.0)
@@ -175,8 +175,8 @@ class _ScaleSearch:
         exponents = [i / GRID_POINTS for i in range(GRID_POINTS + 1)]
         grid = [_ScaleCandidate(name, p, self._storable_scale(curve(p)), 1.0) for p in exponents]
 
-        def estimated(found: _ScaleCandidate) -> float:
-            rounded = self._rounded(found.scale, self._sampled_rows, search=False)
+        def estimated(candidate: _ScaleCandidate) -> float:
+            rounded = self._rounded(candidate.scale, self._sampled_rows, search=False)
             return self._error.estimate(rounded, self._row_steps)
 
         return min(grid, key=estimated)
@@ -397,8 +397,8 @@ class OutputErrorEstimator:
     def _run(self, call: Call) -> Tensor:
         with tiled_products():
             output = self._module(*call.args, **call.kwargs)
-        found: Tensor = output[0] if isinstance(output, tuple) else output
-        return found
+        output_states: Tensor = output[0] if isinstance(output, tuple) else output
+        return output_states
 
 
 def _single_linear_inputs(block: DecoderBlock, module: str) -> Iterator[str]:

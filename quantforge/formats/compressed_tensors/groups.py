@@ -119,12 +119,12 @@ class ConfigGroup:
 
     def match_rank(self, module: str) -> int | None:
         """Return how the group targets a module: 0 by name, 1 by pattern, 2 by class; None if not at all."""
-        found = self.targets.match_rank(module)
-        if found is None and any(
+        rank = self.targets.match_rank(module)
+        if rank is None and any(
             self.targets.match_rank(kind) == 0 for kind in ("Linear", "Embedding")
         ):
             return 2
-        return found
+        return rank
 
 
 def parse_group(group: object, config: Mapping[str, Any]) -> ConfigGroup:
@@ -183,27 +183,31 @@ def _parse_weights(arguments: object) -> Scheme:
     """
     if not isinstance(arguments, Mapping):
         raise _unsupported_error("no weights in a config group", {})
-    found = arguments
-    bits, kind, size = found.get("num_bits", 8), found.get("type", "int"), found.get("group_size")
-    if kind == "float" and (grid := _block_scale_grid(bits, found)):
+    fields = arguments
+    bits, kind, size = (
+        fields.get("num_bits", 8),
+        fields.get("type", "int"),
+        fields.get("group_size"),
+    )
+    if kind == "float" and (grid := _block_scale_grid(bits, fields)):
         return parse(grid)
     if kind == "int" and bits in INTEGER_BITS:
         grid = f"int{bits}"
     elif kind == "float" and bits == 8:
         grid = "fp8_e4m3"
     else:
-        raise _unsupported_error(f"{kind} weights of {bits!r} bits", found)
-    symmetric = found.get("symmetric", True)
+        raise _unsupported_error(f"{kind} weights of {bits!r} bits", fields)
+    symmetric = fields.get("symmetric", True)
     if not isinstance(symmetric, bool):
-        raise _unsupported_error(f"symmetric = {symmetric!r}", found)
+        raise _unsupported_error(f"symmetric = {symmetric!r}", fields)
     zero = Zero.NONE if symmetric else Zero.INT
     if grid == "fp8_e4m3" and zero is not Zero.NONE:
-        raise _unsupported_error("asymmetric float weights", found)
-    return Scheme(grid, _parse_granularity(found.get("strategy"), size, found), zero)
+        raise _unsupported_error("asymmetric float weights", fields)
+    return Scheme(grid, _parse_granularity(fields.get("strategy"), size, fields), zero)
 
 
-def _block_scale_grid(bits: object, found: Arguments) -> str:
-    size, scale = found.get("group_size"), str(found.get("scale_dtype"))
+def _block_scale_grid(bits: object, fields: Arguments) -> str:
+    size, scale = fields.get("group_size"), str(fields.get("scale_dtype"))
     if (bits, size) == (4, 16):
         return "nvfp4"
     if (bits, size) == (4, 32):
@@ -211,9 +215,9 @@ def _block_scale_grid(bits: object, found: Arguments) -> str:
     return "mxfp8" if (bits, size, scale) == (8, 32, "torch.uint8") else ""
 
 
-def _parse_granularity(strategy: object, size: object, found: Arguments) -> Granularity:
+def _parse_granularity(strategy: object, size: object, fields: Arguments) -> Granularity:
     if strategy == "block":
-        block = found.get("block_structure")
+        block = fields.get("block_structure")
         if (
             isinstance(block, list)
             and len(block) == 2
@@ -226,31 +230,35 @@ def _parse_granularity(strategy: object, size: object, found: Arguments) -> Gran
         return PerGroup(size)
     if strategy == "channel" or (strategy in (None, "group") and size in (None, -1)):
         return Row()
-    raise _unsupported_error(f"strategy {strategy!r} with group_size {size!r}", found)
+    raise _unsupported_error(f"strategy {strategy!r} with group_size {size!r}", fields)
 
 
 def _parse_input(arguments: object) -> Activation | None:
     """Return the activation scheme that ``input_activations`` describe; errors as `_parse_weights`."""
     if arguments is None:
         return None
-    found = arguments if isinstance(arguments, Mapping) else {}
-    bits, kind, size = found.get("num_bits", 8), found.get("type", "int"), found.get("group_size")
-    strategy, dynamic = found.get("strategy") or "tensor", found.get("dynamic", False)
-    if found.get("symmetric", True) is not True:
-        raise _unsupported_error("asymmetric activations", found)
-    if kind == "float" and (grid := _block_scale_grid(bits, found)):
+    fields = arguments if isinstance(arguments, Mapping) else {}
+    bits, kind, size = (
+        fields.get("num_bits", 8),
+        fields.get("type", "int"),
+        fields.get("group_size"),
+    )
+    strategy, dynamic = fields.get("strategy") or "tensor", fields.get("dynamic", False)
+    if fields.get("symmetric", True) is not True:
+        raise _unsupported_error("asymmetric activations", fields)
+    if kind == "float" and (grid := _block_scale_grid(bits, fields)):
         return Activation(grid, f"g{size}", grid != "nvfp4")
     grid = {"int": "int8", "float": "fp8_e4m3"}.get(str(kind), "") if bits == 8 else ""
     known = [("token", True), ("tensor", True), ("tensor", False), ("group", True)]
     sized = strategy != "group" or (type(size) is int and size > 0)
     if not grid or not sized or (strategy, dynamic) not in known:
-        raise _unsupported_error(f"{kind} activations of {bits!r} bits per {strategy}", found)
+        raise _unsupported_error(f"{kind} activations of {bits!r} bits per {strategy}", fields)
     return Activation(grid, f"g{size}" if strategy == "group" else str(strategy), bool(dynamic))
 
 
-def _unsupported_error(what: str, found: Arguments) -> InputError:
+def _unsupported_error(what: str, fields: Arguments) -> InputError:
     return InputError(
-        f"compressed-tensors with {what} is not read ({dict(found)})",
+        f"compressed-tensors with {what} is not read ({dict(fields)})",
         f"read are {', '.join(READABLE_FORMATS)}",
         subject="config.json",
     )

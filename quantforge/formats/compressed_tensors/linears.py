@@ -211,7 +211,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 
 
 def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     for item in _input_tensors(layout.module, layout.scheme):
         if item.name not in tensors:
             raise InputError(
@@ -220,8 +220,8 @@ def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[st
                 fault=Fault.SCALE,
             )
         scale = scalar_scale(item.name, tensors[item.name])
-        found["input_scale"] = 1 / scale if item.name.endswith("global_scale") else scale
-    return found
+        scales["input_scale"] = 1 / scale if item.name.endswith("global_scale") else scale
+    return scales
 
 
 def _unpack_nibbles(
@@ -337,11 +337,11 @@ def read_layout(
     if not isinstance(scheme.granularity, Tile):  # the last tile of a row may be narrower
         require_whole_groups(module, columns, scheme.group_size(columns))
     expected = packed_tensors(module, layer, (rows, columns), plain=not packed)
-    found = {
+    headers = {
         item.name: _normalized_scalar_header(item, tensors.get(item.name)) for item in expected
     }
     require_headers(
-        {name: item for name, item in found.items() if item}, expected, _OLD_PACKING_HINT
+        {name: item for name, item in headers.items() if item}, expected, _OLD_PACKING_HINT
     )
     index = f"{module}.weight_g_idx"
     require_group_index(act_order, index, scheme.groups(columns), tensors)
@@ -350,14 +350,14 @@ def read_layout(
 
 
 def _normalized_scalar_header(
-    expected: StoredTensor, found: StoredTensor | None
+    expected: StoredTensor, stored: StoredTensor | None
 ) -> StoredTensor | None:
     """Return the header of a single scale, of any shape and dtype, as the expected one; others unchanged."""
-    if found is None or expected.shape != (1,):
-        return found
-    single = all(size == 1 for size in found.shape)
-    known = found.dtype in {"F16", "BF16", "F32"}
-    return expected if single and known else found
+    if stored is None or expected.shape != (1,):
+        return stored
+    single = all(size == 1 for size in stored.shape)
+    known = stored.dtype in {"F16", "BF16", "F32"}
+    return expected if single and known else stored
 
 
 # Transposed
@@ -378,10 +378,15 @@ def transposed_scheme(scheme: Scheme) -> Scheme:
 
 def untransposed_scheme(scheme: Scheme) -> Scheme | None:
     """Invert `transposed_scheme`; return None for any other scheme."""
-    found = scheme.granularity
-    if not (scheme.integer and scheme.symmetric and isinstance(found, Tile) and found.columns == 1):
+    granularity = scheme.granularity
+    if not (
+        scheme.integer
+        and scheme.symmetric
+        and isinstance(granularity, Tile)
+        and granularity.columns == 1
+    ):
         return None
-    return replace(scheme, granularity=PerGroup(found.rows))
+    return replace(scheme, granularity=PerGroup(granularity.rows))
 
 
 def packed_transposed_tensors(

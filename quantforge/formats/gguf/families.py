@@ -65,7 +65,7 @@ def model_type_by_arch() -> dict[str, str]:
 
     Of several families of one name, the first; of a model with towers, its text alone where that has its own type.
     """
-    found: dict[str, str] = {}
+    model_types: dict[str, str] = {}
     for name in declared_families():
         family = declared_architecture(name).gguf
         if (
@@ -73,15 +73,15 @@ def model_type_by_arch() -> dict[str, str]:
             and family.transformers_class
             and f"{name}_text" not in declared_families()
         ):
-            found.setdefault(family.arch, name)
-    return found
+            model_types.setdefault(family.arch, name)
+    return model_types
 
 
 def declared_architecture(model_type: str) -> Architecture:
     """Return the architecture declared for a ``model_type``."""
-    found = architecture_of({"model_type": model_type})
-    assert found is not None
-    return found
+    architecture = architecture_of({"model_type": model_type})
+    assert architecture is not None
+    return architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +103,17 @@ def gguf_names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dic
         RefusedError: llama.cpp's graph of the family has no place for a tensor (all are listed).
     """
     canonical = tuple(canonical)
-    found = {
+    names = {
         name: named for name, named in _map_names(family, blocks, canonical) if named is not None
     }
-    lost = [name for name in canonical if name not in found]
+    lost = [name for name in canonical if name not in names]
     if lost:
         raise RefusedError(
             f"{len(lost)} tensor(s) have no place in llama.cpp's {family.arch}: {', '.join(sorted(lost)[:5])}",
             "use --format compressed-tensors",
             tensor=lost[0],
         )
-    return found
+    return names
 
 
 def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
@@ -137,27 +137,27 @@ def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tup
     ]
     canonical = [item.name for item in declared.outer]
     canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, named in _map_names(family, blocks, dict.fromkeys(canonical)):
         if named is not None:
-            found.setdefault(named.name, []).append(name)
+            names.setdefault(named.name, []).append(name)
     places = [f"{declared.blocks}.{block}" for block in range(blocks)]
     joined = {
-        f"{place}.{name}": [
-            f"{place}.{one.format(number)}.weight"
+        f"{location}.{name}": [
+            f"{location}.{one.format(number)}.weight"
             for number in range(experts)
             for one in stack.linears
         ]
         for name, stack in stacks.items()
         if len(stack.linears) > 1 and not stack.transposed and not stack.interleaved
-        for place in places
+        for location in places
     }
-    found |= {
+    names |= {
         f"{named.name}.weight": joined[name]
         for name, named in _map_names(family, blocks, joined)
         if named is not None
     }
-    return {name: tuple(group) for name, group in found.items()}
+    return {name: tuple(group) for name, group in names.items()}
 
 
 def _map_names(
@@ -194,12 +194,12 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
         typed: a name, or a pattern of one.
         canonical: names of the model, without ``.weight``.
     """
-    found = _TYPED_NAME.fullmatch(typed)
-    if found is None or not (found[1] or found[2].startswith(_GGUF_PREFIXES)):
+    match = _TYPED_NAME.fullmatch(typed)
+    if match is None or not (match[1] or match[2].startswith(_GGUF_PREFIXES)):
         return ""
     import gguf  # with numpy
 
-    block, word = found.groups()
+    block, word = match.groups()
     tables = (gguf.TensorNameMap.block_mappings_cfg, gguf.TensorNameMap.mappings_cfg)
     forms = {
         form.rpartition("{bid}.")[2]

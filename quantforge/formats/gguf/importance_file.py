@@ -61,14 +61,14 @@ class Imatrix:
     chunk_size: int
 
 
-def write_imatrix(path: Path, found: Imatrix) -> None:
+def write_imatrix(path: Path, imatrix: Imatrix) -> None:
     """Write an importance matrix atomically, in the old format if the name ends in ``.dat``.
 
     Raises:
         RefusedError: the file exists.
         ResourceError: the disk is full.
     """
-    data = _legacy_bytes(found) if path.suffix == ".dat" else _gguf_bytes(found)
+    data = _legacy_bytes(imatrix) if path.suffix == ".dat" else _gguf_bytes(imatrix)
     save_file(path, data)
 
 
@@ -89,8 +89,8 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
         _check_columns(path, name, values, matrices, wanted or {})
         return wanted is None or name in wanted
 
-    found = _read(path, asked)
-    for name, entry in found.entries.items():
+    imatrix = _read(path, asked)
+    for name, entry in imatrix.entries.items():
         if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
             raise InputError(
                 f"{name} holds a value that is no mean of squares",
@@ -98,7 +98,7 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
                 file=str(path),
                 subject=str(path),
             )
-    return found
+    return imatrix
 
 
 def is_importance_matrix(path: Path) -> bool:
@@ -142,18 +142,18 @@ def _read(path: Path, asked: _WantsEntry) -> Imatrix:
     return _read_gguf(path, asked) if is_gguf(path) else _read_legacy(path, asked)
 
 
-def _gguf_bytes(found: Imatrix) -> bytes:
+def _gguf_bytes(imatrix: Imatrix) -> bytes:
     tensors = []
-    for name, entry in sorted(found.entries.items()):
+    for name, entry in sorted(imatrix.entries.items()):
         rows = entry.means.new_full((len(entry.means), 1), float(entry.rows))
         for suffix, values in ((_SUMS, entry.means * entry.rows), (_COUNTS, rows)):
             shape = tuple(values.shape if len(values) > 1 else values[0].shape)
             tensors.append(GgufTensor(name + suffix, "F32", shape, fixed=_float32_bytes(values)))
     keys = {
         "general.type": string_value("imatrix"),
-        "imatrix.datasets": array_value(ValueType.STRING, [found.dataset]),
-        "imatrix.chunk_count": u32_value(found.chunks),
-        "imatrix.chunk_size": u32_value(found.chunk_size),
+        "imatrix.datasets": array_value(ValueType.STRING, [imatrix.dataset]),
+        "imatrix.chunk_count": u32_value(imatrix.chunks),
+        "imatrix.chunk_size": u32_value(imatrix.chunk_size),
     }
     plan = file_plan("imatrix.gguf", keys, tensors)
     data = bytearray(plan.size)
@@ -213,17 +213,17 @@ def _read_gguf(path: Path, asked: _WantsEntry) -> Imatrix:
     )
 
 
-def _legacy_bytes(found: Imatrix) -> bytes:
-    parts = [struct.pack("<i", len(found.entries))]
-    for name, entry in sorted(found.entries.items()):
-        calls = max(1, found.chunks)
+def _legacy_bytes(imatrix: Imatrix) -> bytes:
+    parts = [struct.pack("<i", len(imatrix.entries))]
+    for name, entry in sorted(imatrix.entries.items()):
+        calls = max(1, imatrix.chunks)
         values = entry.means.reshape(-1) * calls
         parts += [
             _length_prefixed(name),
             struct.pack("<ii", calls, len(values)),
             _float32_bytes(values),
         ]
-    return b"".join([*parts, struct.pack("<i", found.chunks), _length_prefixed(found.dataset)])
+    return b"".join([*parts, struct.pack("<i", imatrix.chunks), _length_prefixed(imatrix.dataset)])
 
 
 def _read_legacy(path: Path, asked: _WantsEntry) -> Imatrix:
@@ -296,15 +296,15 @@ class _RecordReader:
 
     def entries(self) -> int:
         """Read the number of entries at the beginning of the file."""
-        found = self.number()
-        if not 0 < found <= _MAX_ENTRIES:
+        count = self.number()
+        if not 0 < count <= _MAX_ENTRIES:
             raise InputError(
                 "no importance matrix: it begins as neither form of one does",
                 _HINT,
                 file=str(self._path),
                 subject=str(self._path),
             )
-        return found
+        return count
 
     def end(self) -> None:
         """Raise `InputError` if bytes are left after the last record."""

@@ -28,14 +28,14 @@ def general_keys(
     name: str, arch: str, file_type: int, weights: int, card: Path | None, tokens: Sequence[str]
 ) -> dict[str, MetadataValue]:
     """Return the ``general.*`` keys. ``weights`` is the number of weights, ``tokens`` the vocabulary."""
-    found = {"general.architecture": string_value(arch), "general.type": string_value("model")}
+    keys = {"general.architecture": string_value(arch), "general.type": string_value("model")}
     if not _NAMED_PHI3.search(name) or set(tokens) >= _PHI3_TOKENS:
-        found["general.name"] = string_value(name)
-    found["general.size_label"] = string_value(size_label(weights))
-    found |= _card_keys(card)
-    found["general.file_type"] = u32_value(file_type)
-    found["general.quantization_version"] = u32_value(QUANTIZATION_VERSION)
-    return found
+        keys["general.name"] = string_value(name)
+    keys["general.size_label"] = string_value(size_label(weights))
+    keys |= _card_keys(card)
+    keys["general.file_type"] = u32_value(file_type)
+    keys["general.quantization_version"] = u32_value(QUANTIZATION_VERSION)
+    return keys
 
 
 def phi3_space_stripping(name: str, tokens: Sequence[str]) -> Callable[[str], bool]:
@@ -56,17 +56,17 @@ def provenance_keys(
         entries: tensors of which it was observed.
         chunks: rows of the dataset, 0 where that is unknown.
     """
-    found = {"quantforge.version": string_value(__version__)}
+    keys = {"quantforge.version": string_value(__version__)}
     if recipe != Recipe():
-        found["quantforge.recipe"] = string_value(recipe.to_toml())
+        keys["quantforge.recipe"] = string_value(recipe.to_toml())
     if dataset:
-        found |= {
+        keys |= {
             "quantize.imatrix.dataset": string_value(dataset),
             "quantize.imatrix.entries_count": u32_value(entries),
         }
     if chunks:
-        found["quantize.imatrix.chunks_count"] = u32_value(chunks)
-    return found
+        keys["quantize.imatrix.chunks_count"] = u32_value(chunks)
+    return keys
 
 
 def size_label(weights: int) -> str:
@@ -124,8 +124,8 @@ def split_keys(number: int, count: int, tensors: int) -> dict[str, MetadataValue
 
 def merge_keys(*parts: Mapping[str, Any]) -> dict[str, MetadataValue]:
     """Merge metadata in order; the parts must not share keys."""
-    found: dict[str, MetadataValue] = {}
+    merged: dict[str, MetadataValue] = {}
     for part in parts:
-        assert not found.keys() & part.keys()
-        found |= part
-    return found
+        assert not merged.keys() & part.keys()
+        merged |= part
+    return merged

@@ -91,7 +91,7 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
     experts = _expert_count(sizes) if mixed else 0
     _check_heads(config, family, sizes)
     _check_graph(whole, declared, family, sizes)
-    found: dict[str, MetadataValue] = {
+    metadata: dict[str, MetadataValue] = {
         "block_count": u32_value(sizes.layers),
         "context_length": u32_value(sizes.positions),
         "embedding_length": u32_value(sizes.hidden),
@@ -101,22 +101,22 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
     key, stated = family.epsilon_keys
     epsilon = f32_value(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
     if not family.uses_rotary:
-        return HyperParameters(family, _prefix_keys(family, found | {key: epsilon}), sizes)
-    found["attention.head_count_kv"] = u32_value(sizes.kv_heads)
-    found[key] = epsilon
-    found["attention.key_length"] = u32_value(sizes.head)
-    found["attention.value_length"] = u32_value(sizes.head)
+        return HyperParameters(family, _prefix_keys(family, metadata | {key: epsilon}), sizes)
+    metadata["attention.head_count_kv"] = u32_value(sizes.kv_heads)
+    metadata[key] = epsilon
+    metadata["attention.key_length"] = u32_value(sizes.head)
+    metadata["attention.value_length"] = u32_value(sizes.head)
     rope = read_rope(config, family, sizes)
     _check_partial_rotary(rope, family, sizes, declared.defaults)
-    found |= rope_keys(rope, family)
-    found |= _leading_keys(config, family, sizes, rope)
+    metadata |= rope_keys(rope, family)
+    metadata |= _leading_keys(config, family, sizes, rope)
     if experts:
-        found["expert_count"] = u32_value(experts)
-        found["expert_used_count"] = u32_value(_used_experts(whole, family, experts))
-    found |= _family_keys(whole, family, sizes)
+        metadata["expert_count"] = u32_value(experts)
+        metadata["expert_used_count"] = u32_value(_used_experts(whole, family, experts))
+    metadata |= _family_keys(whole, family, sizes)
     return HyperParameters(
         family,
-        _prefix_keys(family, found),
+        _prefix_keys(family, metadata),
         sizes,
         rope_tensors(rope),
         experts,
@@ -135,55 +135,59 @@ def _with_defaults(config: Mapping[str, Any], defaults: Mapping[str, object]) ->
 
 
 def _prefix_keys(
-    family: GgufFamily, found: Mapping[str, MetadataValue]
+    family: GgufFamily, metadata: Mapping[str, MetadataValue]
 ) -> dict[str, MetadataValue]:
-    return {f"{family.arch}.{key}": value for key, value in found.items()}
+    return {f"{family.arch}.{key}": value for key, value in metadata.items()}
 
 
 def _leading_keys(
     config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions, rope: RopeParameters
 ) -> dict[str, MetadataValue]:
     """Return the keys of a family that precede those of its experts."""
-    found = {"vocab_size": u32_value(sizes.vocab)} if family.stores_vocabulary_size else {}
+    keys = {"vocab_size": u32_value(sizes.vocab)} if family.stores_vocabulary_size else {}
     if family.stores_original_context:
-        found["rope.scaling.original_context_length"] = u32_value(rope.original or sizes.positions)
+        keys["rope.scaling.original_context_length"] = u32_value(rope.original or sizes.positions)
     for key, usual in family.softcaps.items():
-        found[key] = f32_value(_softcap(config, key, usual))
+        keys[key] = f32_value(_softcap(config, key, usual))
     window = _DEFAULT_WINDOW if family.supports_window else family.file_window_default
     if window is not None:
-        found["attention.sliding_window"] = u32_value(
+        keys["attention.sliding_window"] = u32_value(
             _integer_or_default(config, "sliding_window", window)
         )
-    return found
+    return keys
 
 
 def _family_keys(
     config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions
 ) -> dict[str, MetadataValue]:
     """Return the keys that the family declares, for a configuration with defaults filled in."""
-    found = {key: u32_value(sizes.size(size)) for key, size in family.size_keys.items()}
-    for key, place in family.integer_keys.items():
-        number = place if isinstance(place, int) else _lookup(place, config)
+    keys = {key: u32_value(sizes.size(size)) for key, size in family.size_keys.items()}
+    for key, config_source in family.integer_keys.items():
+        number = config_source if isinstance(config_source, int) else _lookup(config_source, config)
         if number is not None:
-            found[key] = u32_value(_number(place if isinstance(place, str) else key, number, int))
-    for key, place in family.float_keys.items():
-        if (real := _lookup(place, config)) is not None:
-            if not real and place in config:  # to llama.cpp, 0 is as good as none
-                raise unsupported_in_gguf(f"{place} = {real}", "a number above 0")
-            found[key] = f32_value(_number(place if isinstance(place, str) else key, real, float))
-    for key, place in family.bool_keys.items():
-        stated = place if isinstance(place, bool) else config.get(place)
+            keys[key] = u32_value(
+                _number(config_source if isinstance(config_source, str) else key, number, int)
+            )
+    for key, config_source in family.float_keys.items():
+        if (real := _lookup(config_source, config)) is not None:
+            if not real and config_source in config:  # to llama.cpp, 0 is as good as none
+                raise unsupported_in_gguf(f"{config_source} = {real}", "a number above 0")
+            keys[key] = f32_value(
+                _number(config_source if isinstance(config_source, str) else key, real, float)
+            )
+    for key, config_source in family.bool_keys.items():
+        stated = config_source if isinstance(config_source, bool) else config.get(config_source)
         if stated is not None:
-            found[key] = bool_value(bool(stated))
+            keys[key] = bool_value(bool(stated))
     for key, listing in family.per_layer_keys.items():
         listed = list(listing(config))
         kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
-        found[key] = MetadataValue(ValueType.ARRAY, listed, kind)
-    return found
+        keys[key] = MetadataValue(ValueType.ARRAY, listed, kind)
+    return keys
 
 
-def _lookup(place: str | ValueFunction, config: Mapping[str, Any]) -> Any:
-    return config.get(place) if isinstance(place, str) else place(config)
+def _lookup(config_source: str | ValueFunction, config: Mapping[str, Any]) -> Any:
+    return config.get(config_source) if isinstance(config_source, str) else config_source(config)
 
 
 def _number(key: object, value: object, kind: type) -> Any:
@@ -316,9 +320,11 @@ def _difference_events(
 
     ``config`` is with the family's defaults.
     """
-    said = yarn_rounding(rope)
+    message = yarn_rounding(rope)
     rounded = (
-        (Event("rope-approximated", "config.json", f"truncate = false: {said}"),) if said else ()
+        (Event("rope-approximated", "config.json", f"truncate = false: {message}"),)
+        if message
+        else ()
     )
     window = config.get("sliding_window", family.config_window_default)
     if window is None or sizes.positions <= window or family.supports_window:

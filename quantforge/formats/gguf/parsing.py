@@ -91,8 +91,8 @@ class GgufFile:
         Raises:
             InputError: another type, or missing without a default.
         """
-        found = self.metadata.get(key)
-        if found is None:
+        entry = self.metadata.get(key)
+        if entry is None:
             if otherwise is None:
                 raise InputError(
                     f"key {key!r} is missing",
@@ -101,7 +101,7 @@ class GgufFile:
                     subject=str(self.files[0]),
                 )
             return otherwise
-        value: Any = found.value
+        value: Any = entry.value
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -208,11 +208,11 @@ def _check_offsets(
     header: HeaderReader, table: list[TableEntry], data: int, alignment: int
 ) -> dict[str, TableEntry]:
     """Check that the tensors are contiguous up to the end of the file; return them with absolute offsets."""
-    found: dict[str, TableEntry] = {}
+    checked: dict[str, TableEntry] = {}
     size = header.position + header.left
     expected = 0
     for entry in table:
-        if entry.name in found:
+        if entry.name in checked:
             raise header.error(f"tensor {entry.name!r} twice", entry.name)
         if entry.start != expected:
             raise header.error(
@@ -224,12 +224,12 @@ def _check_offsets(
                 f"tensor {entry.name!r} ends at byte {data + entry.end} of a file of {size}: truncated?",
                 entry.name,
             )
-        found[entry.name] = replace(entry, start=data + entry.start, end=data + entry.end)
+        checked[entry.name] = replace(entry, start=data + entry.start, end=data + entry.end)
         expected = round_up_to_alignment(entry.end, alignment)
-    last = max((entry.end for entry in found.values()), default=data)
-    if size not in {last, data + expected} and not (not found and size < data):
+    last = max((entry.end for entry in checked.values()), default=data)
+    if size not in {last, data + expected} and not (not checked and size < data):
         raise header.error(f"{size - last} bytes after the last tensor")
-    return found
+    return checked
 
 
 def _join_parts(path: Path, first: GgufFile) -> GgufFile:
@@ -361,15 +361,15 @@ class HeaderReader:
 
 def _read_keys(header: HeaderReader, count: int) -> dict[str, MetadataValue]:
     """Read ``count`` metadata keys with their values; raise `InputError` for a duplicate key."""
-    found: dict[str, MetadataValue] = {}
+    metadata: dict[str, MetadataValue] = {}
     for _ in range(count):
         key = _decoded_text(header, header.string("a key", MAX_KEY_BYTES), "a key")
         if not _KEY_PATTERN.fullmatch(key):
             raise header.error(f"key {key[:80]!a} is empty or not printable ASCII")
-        if key in found:
+        if key in metadata:
             raise header.error(f"key {key[:80]!r} twice")
-        found[key] = _read_value(header, key)
-    return found
+        metadata[key] = _read_value(header, key)
+    return metadata
 
 
 def _read_value(header: HeaderReader, key: str) -> MetadataValue:
@@ -426,9 +426,9 @@ def _decode_piece(data: bytes) -> str:
 
 def _alignment_of(header: HeaderReader, metadata: dict[str, MetadataValue]) -> int:
     """Return the alignment of tensors in bytes; raise `InputError` unless it is a power of two within limits."""
-    found = metadata.get("general.alignment", MetadataValue(ValueType.U32, ALIGNMENT))
-    value = found.value
-    good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
+    entry = metadata.get("general.alignment", MetadataValue(ValueType.U32, ALIGNMENT))
+    value = entry.value
+    good = entry.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
     if not good or not isinstance(value, int) or value & (value - 1):
         raise header.error(
             f"general.alignment = {value!r}: a power of two from 8 to {MAX_ALIGNMENT} of type u32"

@@ -200,8 +200,8 @@ def _declared_projector(config: Mapping[str, Any]) -> Projector:
 def _projector_declaration(
     config: Mapping[str, Any],
 ) -> Callable[[Mapping[str, Any]], Projector] | None:
-    found = architecture_of(config)
-    return found.projector.get(str(config.get("model_type"))) if found else None
+    architecture = architecture_of(config)
+    return architecture.projector.get(str(config.get("model_type"))) if architecture else None
 
 
 def _require_none(what: str, names: Collection[str]) -> None:
@@ -219,7 +219,7 @@ def _tower_events(
     declared: Projector, where: str, entries: Iterable[TensorEntry]
 ) -> tuple[Event, ...]:
     """Return events for what llama.cpp computes differently and for towers that are left out."""
-    found = (
+    events = (
         [Event("tower-differs", where, declared.known_difference)]
         if declared.known_difference
         else []
@@ -231,8 +231,8 @@ def _tower_events(
     if lost:
         towers = " and ".join(sorted({name.partition(".")[0] for name in lost}))
         detail = f"{towers}: {len(lost)} tensors, {sum(lost.values())} bytes, are in no file"
-        found.append(Event("tower-dropped", where, detail))
-    return tuple(found)
+        events.append(Event("tower-dropped", where, detail))
+    return tuple(events)
 
 
 def _part_shape(tensor: TowerTensor) -> tuple[int, ...]:
@@ -253,12 +253,12 @@ def _embedding_row(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
     Raises:
         InputError: the tokenizer has no such token, or the embedding is not there, has no such row, or another width.
     """
-    found = architecture_of(checkpoint.config)
-    assert found is not None  # it has declared the row
-    own = f"{found.embedding}.weight"
+    architecture = architecture_of(checkpoint.config)
+    assert architecture is not None  # it has declared the row
+    own = f"{architecture.embedding}.weight"
     names = (
         stored + own.removeprefix(canonical)
-        for stored, canonical in found.prefixes
+        for stored, canonical in architecture.prefixes
         if own.startswith(canonical)
     )
     name = next((name for name in names if name in checkpoint.entries), None)
@@ -329,14 +329,14 @@ def _mean_and_deviation(
         "image_mean": declared.mean,
         "image_std": declared.std,
     }
-    found = usual | {key: settings[key] for key in usual if settings.get(key) is not None}
+    values = usual | {key: settings[key] for key in usual if settings.get(key) is not None}
     mean, deviation = (
-        _three_numbers(found, "image_mean", 0.0),
-        _three_numbers(found, "image_std", _MIN_DEVIATION),
+        _three_numbers(values, "image_mean", 0.0),
+        _three_numbers(values, "image_std", _MIN_DEVIATION),
     )
-    if not isinstance(found["do_normalize"], bool):
-        raise _malformed(found, "do_normalize", "true or false")
-    return (mean, deviation) if found["do_normalize"] else ([0.0] * 3, [1.0] * 3)
+    if not isinstance(values["do_normalize"], bool):
+        raise _malformed(values, "do_normalize", "true or false")
+    return (mean, deviation) if values["do_normalize"] else ([0.0] * 3, [1.0] * 3)
 
 
 def _three_numbers(settings: Mapping[str, Any], key: str, least: float) -> list[float]:

@@ -115,8 +115,8 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = config.get(key)
-    return found if isinstance(found, Mapping) else {}
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _local_base(config: Mapping[str, Any], sliding: Mapping[str, Any]) -> float:
@@ -133,13 +133,13 @@ def _local_base(config: Mapping[str, Any], sliding: Mapping[str, Any]) -> float:
 def _original_context(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
     """Return the context length before scaling, 0 if it is not given."""
     key = "original_max_position_embeddings"
-    found = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
-    known = isinstance(found, int | float) and not isinstance(found, bool)
-    if found is not None and not (known and found == found // 1 and found >= 1):
+    value = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (known and value == value // 1 and value >= 1):
         raise InputError(
-            f"{key} = {str(found)[:40]!r}", "a whole number from 1 on", subject="config.json"
+            f"{key} = {str(value)[:40]!r}", "a whole number from 1 on", subject="config.json"
         )
-    return int(found or 0)
+    return int(value or 0)
 
 
 def _rope_type(scaling: Mapping[str, Any]) -> str:
@@ -225,15 +225,15 @@ def rope_tensors(rope: RopeParameters) -> tuple[GgufTensor, ...]:
     if rope.kind == "llama3":
         return (_table_tensor(FREQUENCIES, _llama3_table(rope)),)
     if rope.kind == "longrope":
-        found = []
+        tensors = []
         for name, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
             values = rope.settings.get(key)
             if not isinstance(values, Sequence) or len(values) != rope.width // 2:
                 raise InputError(
                     f"{key} is no list of {rope.width // 2} numbers", subject="config.json"
                 )
-            found.append(_table_tensor(name, [float(value) for value in values]))
-        return tuple(found)
+            tensors.append(_table_tensor(name, [float(value) for value in values]))
+        return tuple(tensors)
     return ()
 
 
@@ -287,9 +287,9 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
         RefusedError: naming the key.
     """
     stated = _betas(rope)
-    said = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
+    values_text = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
     if stated["beta_fast"] < stated["beta_slow"]:
-        raise InputError(f"{said}", "exchange them", subject="config.json")
+        raise InputError(f"{values_text}", "exchange them", subject="config.json")
     if _yarn_range(rope, stated, whole=_truncates(rope))[1] < 0:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context
@@ -302,10 +302,13 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
             f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
         )
         raise unsupported_in_gguf(
-            f"{said} of yarn scaling", f"{usual}; with these, llama.cpp has to be run with {flags}"
+            f"{values_text} of yarn scaling",
+            f"{usual}; with these, llama.cpp has to be run with {flags}",
         )
-    if (said := yarn_rounding(rope)) and not family.accepts_unrounded_yarn:
-        raise unsupported_in_gguf(f"truncate = false of yarn scaling, by which {said},", "true")
+    if (values_text := yarn_rounding(rope)) and not family.accepts_unrounded_yarn:
+        raise unsupported_in_gguf(
+            f"truncate = false of yarn scaling, by which {values_text},", "true"
+        )
 
 
 def yarn_rounding(rope: RopeParameters) -> str:

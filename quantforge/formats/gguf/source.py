@@ -62,15 +62,15 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor as transformers has it; blocks are returned as bytes with rows in transformers' order."""
-        place = self.places[name]
-        return _restore(place, read_tensor(place.entry))
+        stored_tensor = self.places[name]
+        return _restore(stored_tensor, read_tensor(stored_tensor.entry))
 
     def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read rows of a tensor; if its rows were reordered, all of it is read first."""
-        place = self.places[name]
-        if place.heads or place.transposed:
+        stored_tensor = self.places[name]
+        if stored_tensor.heads or stored_tensor.transposed:
             return self.read(name)[first:last]
-        return _restore(place, read_rows(place.entry, first, last))
+        return _restore(stored_tensor, read_rows(stored_tensor.entry, first, last))
 
     def held(self) -> tuple[FileTensorInfo, ...]:
         """Return the tensors with their types in the file, and shapes in elements."""
@@ -79,8 +79,11 @@ class GgufCheckpoint(Checkpoint):
     def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
         """Return the checkpoint with checksums of its files (as `Checkpoint`)."""
         places = {
-            name: replace(place, entry=replace(place.entry, checksums=checksums[place.entry.file]))
-            for name, place in self.places.items()
+            name: replace(
+                stored_tensor,
+                entry=replace(stored_tensor.entry, checksums=checksums[stored_tensor.entry.file]),
+            )
+            for name, stored_tensor in self.places.items()
         }
         return replace(self, places=places)
 
@@ -119,11 +122,13 @@ def open_gguf(path: Path) -> GgufCheckpoint:
                 subject=str(path),
             )
         places |= _stored_as(entry, known[entry.name], family, config)
-    entries = {name: _visible_entry(name, place) for name, place in sorted(places.items())}
+    entries = {
+        name: _visible_entry(name, stored_tensor) for name, stored_tensor in sorted(places.items())
+    }
     types = {
-        name: place.type.lower()
-        for name, place in sorted(places.items())
-        if place.type.lower() in GGML_BLOCKS
+        name: stored_tensor.type.lower()
+        for name, stored_tensor in sorted(places.items())
+        if stored_tensor.type.lower() in GGML_BLOCKS
     }
     if types:
         config = {**config, "quantization_config": dict(QUANTIZATION_CONFIG), f"{KEY}_types": types}
@@ -159,7 +164,7 @@ def _stored_as(
     raw = entry.raw()
     turned = declared_architecture(str(config["model_type"])).transposed
     turned = turned and entry.name.startswith("blk.") and len(entry.shape) == 2
-    place = _StoredAs(
+    stored_tensor = _StoredAs(
         raw,
         entry.type,
         _head_count(entry.name, family, config),
@@ -167,7 +172,7 @@ def _stored_as(
         turned,
     )
     if len(originals) == 1:
-        return {originals[0]: place}
+        return {originals[0]: stored_tensor}
     experts, rows, _ = entry.shape if len(entry.shape) == 3 else (len(originals) + 1, 0, 0)
     parts, left = divmod(len(originals), experts)  # matrices that are one, rows behind rows
     if left or rows % parts:
@@ -180,7 +185,7 @@ def _stored_as(
         shape = (rows // parts, raw.shape[1])
     return {
         name: replace(
-            place,
+            stored_tensor,
             entry=replace(
                 raw,
                 shape=shape,
@@ -201,16 +206,16 @@ def _head_count(name: str, family: GgufFamily, config: Mapping[str, object]) -> 
     return heads if isinstance(heads, int) else 0
 
 
-def _visible_entry(name: str, place: _StoredAs) -> TensorEntry:
+def _visible_entry(name: str, stored_tensor: _StoredAs) -> TensorEntry:
     """Return the tensor entry with the model's name, dtype and shape."""
-    entry = replace(place.entry, name=name)
-    if place.type.lower() not in GGML_BLOCKS and TYPES[place.type].columns > 1:
-        entry = replace(entry, dtype="F32", shape=_block_shape(place))
-    if place.transposed and entry.dtype != "U8":
+    entry = replace(stored_tensor.entry, name=name)
+    if stored_tensor.type.lower() not in GGML_BLOCKS and TYPES[stored_tensor.type].columns > 1:
+        entry = replace(entry, dtype="F32", shape=_block_shape(stored_tensor))
+    if stored_tensor.transposed and entry.dtype != "U8":
         entry = replace(entry, shape=entry.shape[::-1])
-    if place.heads and entry.shape[0] % (2 * place.heads):
+    if stored_tensor.heads and entry.shape[0] % (2 * stored_tensor.heads):
         raise InputError(
-            f"{name}: {entry.shape[0]} rows for {place.heads} heads",
+            f"{name}: {entry.shape[0]} rows for {stored_tensor.heads} heads",
             "the file is damaged",
             tensor=name,
         )
@@ -219,32 +224,42 @@ def _visible_entry(name: str, place: _StoredAs) -> TensorEntry:
     return entry
 
 
-def _block_shape(place: _StoredAs) -> tuple[int, int]:
+def _block_shape(stored_tensor: _StoredAs) -> tuple[int, int]:
     """Return the rows and columns, in elements, of a tensor stored in blocks."""
-    rows, row_bytes = place.entry.shape
-    layout = TYPES[place.type]
+    rows, row_bytes = stored_tensor.entry.shape
+    layout = TYPES[stored_tensor.type]
     return rows, row_bytes // layout.block_bytes * layout.columns
 
 
-def _held_tensor(entry: TensorEntry, place: _StoredAs) -> FileTensorInfo:
-    if TYPES[place.type].columns == 1:
+def _held_tensor(entry: TensorEntry, stored_tensor: _StoredAs) -> FileTensorInfo:
+    if TYPES[stored_tensor.type].columns == 1:
         return FileTensorInfo(
-            entry.name, place.type, entry.shape, place.entry.nbytes, place.entry.name
+            entry.name,
+            stored_tensor.type,
+            entry.shape,
+            stored_tensor.entry.nbytes,
+            stored_tensor.entry.name,
         )
-    kind, shape = place.type.lower(), _block_shape(place)
-    return FileTensorInfo(entry.name, kind, shape, place.entry.nbytes, place.entry.name)
+    kind, shape = stored_tensor.type.lower(), _block_shape(stored_tensor)
+    return FileTensorInfo(
+        entry.name, kind, shape, stored_tensor.entry.nbytes, stored_tensor.entry.name
+    )
 
 
-def _restore(place: _StoredAs, value: torch.Tensor) -> torch.Tensor:
-    blocks = TYPES[place.type].columns > 1
-    if blocks and place.type.lower() not in GGML_BLOCKS:
+def _restore(stored_tensor: _StoredAs, value: torch.Tensor) -> torch.Tensor:
+    blocks = TYPES[stored_tensor.type].columns > 1
+    if blocks and stored_tensor.type.lower() not in GGML_BLOCKS:
         from quantforge.packers.ggml.blocks import decode_blocks
 
-        value = decode_blocks(value, place.type)
-    value = deinterleave_rotary_rows(value, place.heads)
-    if place.plus_one:
+        value = decode_blocks(value, stored_tensor.type)
+    value = deinterleave_rotary_rows(value, stored_tensor.heads)
+    if stored_tensor.plus_one:
         value = value - 1
-    return value.T.contiguous() if place.transposed and value.dtype.is_floating_point else value
+    return (
+        value.T.contiguous()
+        if stored_tensor.transposed and value.dtype.is_floating_point
+        else value
+    )
 
 
 # config.json from the keys
@@ -296,11 +311,11 @@ def _model_type(file: GgufFile) -> str:
 
 def _ids(file: GgufFile) -> dict[str, int]:
     names = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    found = {
+    token_ids = {
         f"{role}_token_id": file.value(f"tokenizer.ggml.{name}_token_id", int, -1)
         for role, name in names.items()
     }
-    return {key: value for key, value in found.items() if value >= 0}
+    return {key: value for key, value in token_ids.items() if value >= 0}
 
 
 # Scaling of the frequencies as it was published: numbers that a table of divisors is compared with.
@@ -349,9 +364,9 @@ class ArchitectureKeys:
             "num_key_value_heads": heads,
             "intermediate_size": self.get_int("feed_forward_length"),
             **{
-                place: self.get_float(key)
-                for key, place in self._family.float_keys.items()
-                if isinstance(place, str)
+                config_key: self.get_float(key)
+                for key, config_key in self._family.float_keys.items()
+                if isinstance(config_key, str)
             },
             **self.rope_config(sizes["head_dim"], whole=whole),
         }
@@ -373,8 +388,8 @@ class ArchitectureKeys:
     def per_layer(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
         """Return one value per layer: the items of a list, or a single number repeated."""
         layers = self.get_int("block_count")
-        found = self.file.metadata.get(self._named(key))
-        if layers > _MOST_LAYERS or (found is not None and isinstance(found.value, list)):
+        value = self.file.metadata.get(self._named(key))
+        if layers > _MOST_LAYERS or (value is not None and isinstance(value.value, list)):
             listed: list[Any] = self.file.value(self._named(key), list)
             if len(listed) != layers or any(type(item) is not kind for item in listed):
                 raise self._damaged(key, str(listed)[:40])
@@ -383,8 +398,8 @@ class ArchitectureKeys:
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor, () where there is none."""
-        found = self.file.tensors.get(tensor)
-        return found.shape if found else ()
+        tensor_info = self.file.tensors.get(tensor)
+        return tensor_info.shape if tensor_info else ()
 
     def rope_divisors(self) -> list[float]:
         """Return the divisors of the rotary frequencies, [] if the file has no table."""
@@ -436,10 +451,12 @@ class ArchitectureKeys:
             )
         if width != head or not whole:
             rope["partial_rotary_factor"] = width / head
-        found: dict[str, Any] = {"rope_parameters": rope}
+        rope_fields: dict[str, Any] = {"rope_parameters": rope}
         if rope["rope_type"] == "longrope":
-            found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-        return found
+            rope_fields["original_max_position_embeddings"] = rope[
+                "original_max_position_embeddings"
+            ]
+        return rope_fields
 
     def _original(self) -> int:
         return self.get_int("rope.scaling.original_context_length")
@@ -450,8 +467,8 @@ class ArchitectureKeys:
         for factor, low, high, original in _LLAMA3:
             divisors = llama3_divisors(base, width, factor, low, high, original)
             if len(divisors) == len(stored) and all(
-                abs(found - wanted) <= 1e-6 * wanted
-                for found, wanted in zip(stored.tolist(), divisors, strict=True)
+                abs(stored_divisor - divisor) <= 1e-6 * divisor
+                for stored_divisor, divisor in zip(stored.tolist(), divisors, strict=True)
             ):
                 return {
                     "rope_type": "llama3",

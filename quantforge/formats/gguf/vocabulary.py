@@ -114,26 +114,26 @@ class Vocabulary:
 
     def keys(self) -> dict[str, MetadataValue]:
         """Return the metadata keys."""
-        found = {
+        metadata = {
             "tokenizer.ggml.model": string_value(self.model),
             "tokenizer.ggml.pre": string_value(self.pre),
             "tokenizer.ggml.tokens": array_value(ValueType.STRING, self.tokens),
             "tokenizer.ggml.token_type": array_value(ValueType.I32, self.kinds),
         }
         if self.scores:
-            found["tokenizer.ggml.scores"] = array_value(ValueType.F32, self.scores)
+            metadata["tokenizer.ggml.scores"] = array_value(ValueType.F32, self.scores)
         if self.merges:
-            found["tokenizer.ggml.merges"] = array_value(ValueType.STRING, self.merges)
+            metadata["tokenizer.ggml.merges"] = array_value(ValueType.STRING, self.merges)
         for role, number in self.special.items():
-            found[f"tokenizer.ggml.{_KEY_NAMES.get(role, role)}_token_id"] = u32_value(number)
+            metadata[f"tokenizer.ggml.{_KEY_NAMES.get(role, role)}_token_id"] = u32_value(number)
         for name, value in self.flags.items():
-            found[f"tokenizer.ggml.{name}"] = bool_value(value)
+            metadata[f"tokenizer.ggml.{name}"] = bool_value(value)
         if "" in self.templates:
-            found[TEMPLATE_KEY] = string_value(self.templates[""])
+            metadata[TEMPLATE_KEY] = string_value(self.templates[""])
         named = sorted(name for name in self.templates if name)
         if named:
-            found["tokenizer.chat_templates"] = array_value(ValueType.STRING, named)
-        return found | {
+            metadata["tokenizer.chat_templates"] = array_value(ValueType.STRING, named)
+        return metadata | {
             f"{TEMPLATE_KEY}.{name}": string_value(self.templates[name]) for name in named
         }
 
@@ -192,43 +192,43 @@ def vocabulary(
     settings = read_settings(root / "tokenizer_config.json")
     pieces = pieces_by_id(path, model["vocab"])
     tokenizer = apply_tokenizer_config(tokenizer, settings)
-    found = (
+    built = (
         _sentencepiece(path, tokenizer, pieces, pre)
         if model.get("byte_fallback")
         else _byte_level(tokenizer, pre)
     )
     check_added_tokens(tokenizer, settings)
     past = _tokens_past_embedding(path, tokenizer, pieces, rows)
-    _fill_tokens(path, found, tokenizer, pieces, rows)
-    numbers = {piece: number for number, piece in enumerate(found.tokens)}
-    found.special = special_ids(numbers, settings, config, root, past)
-    found.flags |= bos_eos_flags(numbers, found.special, tokenizer, settings, model=found.model)
-    found.templates, notes = chat_templates(root)
-    found.notes += notes
+    _fill_tokens(path, built, tokenizer, pieces, rows)
+    numbers = {piece: number for number, piece in enumerate(built.tokens)}
+    built.special = special_ids(numbers, settings, config, root, past)
+    built.flags |= bos_eos_flags(numbers, built.special, tokenizer, settings, model=built.model)
+    built.templates, notes = chat_templates(root)
+    built.notes += notes
     ends = [number for number in end_token_ids(root) if 0 <= number < rows]
-    said = (
-        (path, differences.normalizer_differences(tokenizer) if found.model == "gpt2" else ()),
+    message = (
+        (path, differences.normalizer_differences(tokenizer) if built.model == "gpt2" else ()),
         (path, differences.space_differences(tokenizer)),
-        (path, differences.model_differences(tokenizer, found.model)),
-        (path, differences.added_token_differences(tokenizer, found.model, name, found.tokens)),
+        (path, differences.model_differences(tokenizer, built.model)),
+        (path, differences.added_token_differences(tokenizer, built.model, name, built.tokens)),
         (
             path,
-            differences.post_processor_differences(tokenizer, found.special, found.flags, numbers),
+            differences.post_processor_differences(tokenizer, built.special, built.flags, numbers),
         ),
-        (path, differences.decoder_differences(tokenizer, found.model)),
+        (path, differences.decoder_differences(tokenizer, built.model)),
         (
             root / "tokenizer_config.json",
-            differences.settings_differences(settings, tokenizer, found.flags),
+            differences.settings_differences(settings, tokenizer, built.flags),
         ),
         (
             root / "generation_config.json",
-            differences.end_token_differences(found.special, ends, found.tokens, found.model),
+            differences.end_token_differences(built.special, ends, built.tokens, built.model),
         ),
     )
-    found.events += [
-        Event(DIFFERS_EVENT, file.name, text) for file, texts in said for text in texts
+    built.events += [
+        Event(DIFFERS_EVENT, file.name, text) for file, texts in message for text in texts
     ]
-    return found
+    return built
 
 
 def _tokens_past_embedding(
@@ -263,20 +263,20 @@ def _tokens_past_embedding(
 
 
 def _fill_tokens(
-    path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], pieces: dict[int, str], rows: int
+    path: Path, filled: Vocabulary, tokenizer: Mapping[str, Any], pieces: dict[int, str], rows: int
 ) -> None:
     """Fill in token texts and types for every row of the embedding; added tokens are put into ``pieces``."""
     kinds: dict[int, TokenType] = {}
     model = tokenizer["model"]
     for number, piece in pieces.items():
-        if found.model == "llama" and _BYTE_PIECE.fullmatch(piece):
+        if filled.model == "llama" and _BYTE_PIECE.fullmatch(piece):
             kinds[number] = TokenType.BYTE
         elif piece == model.get("unk_token"):
             kinds[number] = TokenType.UNKNOWN
     added = {}
     for item in added_tokens(tokenizer):
         special = bool(item.get("special"))
-        spaced = found.model == "llama" and differences.spelled_with_spaces(item, tokenizer)
+        spaced = filled.model == "llama" and differences.spelled_with_spaces(item, tokenizer)
         content = item["content"].replace(SENTENCEPIECE_SPACE, " ") if spaced else item["content"]
         if pieces.get(item["id"], item["content"]) != item["content"]:
             raise InputError(
@@ -292,7 +292,7 @@ def _fill_tokens(
     past = {number: piece for number, piece in pieces.items() if number >= rows}
     if past:
         shown = ", ".join(f"{past[number]!a:.60} (id {number})" for number in sorted(past)[:3])
-        found.events.append(
+        filled.events.append(
             Event(
                 "tokens-dropped",
                 path.name,
@@ -301,23 +301,23 @@ def _fill_tokens(
             )
         )
         gone = set(past.values())
-        found.merges = [pair for pair in found.merges if pair.replace(" ", "", 1) not in gone]
+        filled.merges = [pair for pair in filled.merges if pair.replace(" ", "", 1) not in gone]
     scores = (
-        dict(zip(sorted(model["vocab"].values()), found.scores, strict=True))
-        if found.scores
+        dict(zip(sorted(model["vocab"].values()), filled.scores, strict=True))
+        if filled.scores
         else {}
     )
-    found.tokens = [pieces.get(number, f"[PAD{number}]") for number in range(rows)]
-    found.kinds = [
+    filled.tokens = [pieces.get(number, f"[PAD{number}]") for number in range(rows)]
+    filled.kinds = [
         int(kinds.get(number, TokenType.NORMAL if number in pieces else TokenType.UNUSED))
         for number in range(rows)
     ]
-    if found.scores:
-        found.scores = [
+    if filled.scores:
+        filled.scores = [
             _ADDED_SCORE if number in added else scores.get(number, _UNUSED_SCORE)
             for number in range(rows)
         ]
-    if len(set(found.tokens)) != rows:
+    if len(set(filled.tokens)) != rows:
         raise InputError(
             "two tokens are spelled alike", "the file is damaged", file=str(path), subject=str(path)
         )
@@ -417,11 +417,11 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
             f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
             "accept that with --pre-tokenizer NAME",
         )
-    found = Vocabulary("gpt2", pre or _recognize_pre_tokenizer(tokenizer), [], [])
-    found.merges = [
+    built = Vocabulary("gpt2", pre or _recognize_pre_tokenizer(tokenizer), [], [])
+    built.merges = [
         " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in read_merges(model)
     ]
-    return found
+    return built
 
 
 def _recognize_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
@@ -507,11 +507,11 @@ def _sentencepiece(
     _check_bytes(path, vocab)
     if pre is None:
         _check_merges(path, vocab, pairs, added)
-    found = Vocabulary("llama", "default", [], [])
+    built = Vocabulary("llama", "default", [], [])
     named = pre is not None
-    found.flags["add_space_prefix"] = _adds_space_prefix(path, tokenizer, added, named=named)
-    found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
-    return found
+    built.flags["add_space_prefix"] = _adds_space_prefix(path, tokenizer, added, named=named)
+    built.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
+    return built
 
 
 def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:

@@ -174,8 +174,8 @@ def _sort_tensors(
         if f".{name}." not in every:
             raise _tensor_error(path, name, f"missing, although {CONFIG} has it in modules_to_save")
     changes = {
-        module: _read_update(path, config, module, found, module in tables)
-        for module, found in sorted(parts.items())
+        module: _read_update(path, config, module, entries_of_module, module in tables)
+        for module, entries_of_module in sorted(parts.items())
     }
     return changes, dict(sorted(replaced.items()))
 
@@ -184,17 +184,17 @@ def _read_update(
     path: Path,
     config: Mapping[str, Any],
     module: str,
-    found: Mapping[str, TensorEntry],
+    entries: Mapping[str, TensorEntry],
     embedding: bool,
 ) -> LowRankUpdate:
-    if not {"a", "b"} <= found.keys():
+    if not {"a", "b"} <= entries.keys():
         raise _tensor_error(
             path,
-            next(iter(found.values())).name,
+            next(iter(entries.values())).name,
             "the other half of the product is missing",
             "the adapter is damaged: fetch it again",
         )
-    a, b = found["a"], found["b"]
+    a, b = entries["a"], entries["b"]
     rank = module_number(path / CONFIG, config, "r", "rank_pattern", module)
     alpha = module_number(path / CONFIG, config, "lora_alpha", "alpha_pattern", module)
     if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rank:
@@ -204,7 +204,7 @@ def _read_update(
             path, a.name, what, f"correct r or rank_pattern in {CONFIG}, or fetch both again"
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") is True else alpha / rank
-    magnitude, bias = found.get("magnitude"), found.get("bias")
+    magnitude, bias = entries.get("magnitude"), entries.get("bias")
     if (config.get("use_dora") is True) != (magnitude is not None):
         raise _tensor_error(
             path,
@@ -302,8 +302,8 @@ def merge_steps(model: str, adapter: str, rows: int | None = None) -> str:
 
 def trained_on(config: Mapping[str, Any]) -> str:
     """Return the model that an adapter was trained on, as a hint."""
-    found = config.get("base_model_name_or_path")
-    name = repr(found[:_MOST_SHOWN]) if isinstance(found, str) and found else "no model"
+    base_name = config.get("base_model_name_or_path")
+    name = repr(base_name[:_MOST_SHOWN]) if isinstance(base_name, str) and base_name else "no model"
     return f"{CONFIG} names {name} as the model that it was trained on"
 
 
@@ -316,34 +316,34 @@ def modules_saved_whole(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names, or suffixes, of linears that are all changed; empty if other keys restrict them."""
-    found = config.get("target_modules")
+    names = config.get("target_modules")
     chosen = config.get("layers_to_transform") is not None or config.get("exclude_modules")
-    return tuple(map(str, found)) if isinstance(found, list) and not chosen else ()
+    return tuple(map(str, names)) if isinstance(names, list) and not chosen else ()
 
 
 def module_number(
     file: Path, config: Mapping[str, Any], key: str, table: str, module: str
 ) -> float:
     """Return a number of the configuration for a module: that of the first matching pattern, else the default."""
-    found, special = config.get(key), config.get(table) or {}
+    default, special = config.get(key), config.get(table) or {}
     if not isinstance(special, Mapping):
         raise InputError(f"{table} is no table", file=str(file), subject=str(file))
     for pattern, value in special.items():
         if patterns.matches_pattern(rf"(.*\.)?({pattern})", module, full_match=True):
-            found = value
+            default = value
             break
     least = 0 if key == "r" else -(2**31)
     if (
-        isinstance(found, bool)
-        or not isinstance(found, int | float)
-        or found == 0
-        or not least < found < 2**31
+        isinstance(default, bool)
+        or not isinstance(default, int | float)
+        or default == 0
+        or not least < default < 2**31
     ):
         raise InputError(
-            f"{key} = {found!r} of {module}",
+            f"{key} = {default!r} of {module}",
             "the product is times lora_alpha / r, or over the root of r: r is a whole number of at least 1, the number"
             " of rows of lora_A; lora_alpha any number but 0, with which the adapter changes nothing",
             file=str(file),
             subject=str(file),
         )
-    return found
+    return default

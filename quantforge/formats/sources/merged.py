@@ -88,15 +88,15 @@ class _LowRankMergedReader:
         change, rows = self.change, self.change.shape[1 if self.turned else 0]
         a, scaling = read_tensor(change.a).float(), change.scaling
         b = read_tensor(change.b).float() if self.turned else None
-        found = []
+        products = []
         for start in range(first // TILE * TILE, last, TILE):
             stop = min(start + TILE, rows)
             if b is None:
                 tile = matmul(read_rows(change.b, start, stop).float(), a)
             else:
                 tile = matmul(b, a[:, start:stop].contiguous()).T
-            found.append(tile[max(first - start, 0) : last - start].mul_(scaling))
-        return torch.cat(found)
+            products.append(tile[max(first - start, 0) : last - start].mul_(scaling))
+        return torch.cat(products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     Raises:
         InputError: the adapter is of another model: a name matches nothing, or a shape is another; lists all of them.
     """
-    found = match_tensors(
+    model_layout = match_tensors(
         checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
-    places = _StoredNames(checkpoint, found)
+    places = _StoredNames(checkpoint, model_layout)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
     alone = not adapter.ties and places.stand_apart(touched)
     new, merge = _MergedTensors(checkpoint, places), _MergedTensors(checkpoint, places)
@@ -287,13 +287,13 @@ def _merge_description(adapter: Adapter, alone: bool) -> str:
 class _StoredNames:
     """Names in the checkpoint files for tensors of the running model."""
 
-    def __init__(self, checkpoint: Checkpoint, found: ModelLayout) -> None:
+    def __init__(self, checkpoint: Checkpoint, model_layout: ModelLayout) -> None:
         self._entries = checkpoint.entries
-        self._found = found
-        family = found.architecture
+        self._found = model_layout
+        family = model_layout.architecture
         self.head = f"{family.head}.weight" if family else "lm_head.weight"
         embedding = f"{family.embedding}.weight" if family else ""
-        known = found.by_name.get(embedding)
+        known = model_layout.by_name.get(embedding)
         self.embedding = known.header.name if known else ""
 
     def stored(self, name: str) -> str:

@@ -111,9 +111,12 @@ def derive_declarations_for(
     )
 
 
-def _is_head_tied(names: WeightMapping, found: Architecture) -> bool:
+def _is_head_tied(names: WeightMapping, architecture: Architecture) -> bool:
     """Return whether the head is tied to the embedding; raise RefusedError if any other tensors are tied."""
-    ends = {f"{found.head}.weight", f"{found.embedding}.weight"}  # either may be the one in files
+    ends = {
+        f"{architecture.head}.weight",
+        f"{architecture.embedding}.weight",
+    }  # either may be the one in files
     others = [name for name, source in names.tied.items() if {name, source} != ends]
     if others:
         raise RefusedError(f"{others[0]} is {names.tied[others[0]]}, too", "--method rtn")
@@ -153,7 +156,7 @@ def _reduce_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _canonical_names(
-    names: WeightMapping, found: Architecture
+    names: WeightMapping, architecture: Architecture
 ) -> tuple[dict[str, str], frozenset[str]]:
     """Return canonical names of stored tensors, and the stored expert stacks whose matrices are transposed.
 
@@ -162,23 +165,27 @@ def _canonical_names(
     Raises:
         RefusedError: experts are not stacked matrix by matrix.
     """
-    assert found.derivation is not None
-    kinds = {kind.name: kind for kind in found.kinds}
+    assert architecture.derivation is not None
+    kinds = {kind.name: kind for kind in architecture.kinds}
     result, turned = {}, set()
-    for stored, place in names.expert_places.items():
-        if not place.stack.parameter.startswith(f"{found.blocks}."):  # experts of a tower
+    for stored, expert_slice in names.expert_places.items():
+        if not expert_slice.stack.parameter.startswith(
+            f"{architecture.blocks}."
+        ):  # experts of a tower
             continue
-        block, _, parameter = place.stack.parameter.removeprefix(f"{found.blocks}.").partition(".")
-        kind = kinds[found.derivation.kinds[int(block)]]
+        block, _, parameter = expert_slice.stack.parameter.removeprefix(
+            f"{architecture.blocks}."
+        ).partition(".")
+        kind = kinds[architecture.derivation.kinds[int(block)]]
         stack = next((item for item in kind.stacks if item.parameter == parameter), None)
-        if stack is None or len(stack.linears) != len(place.stack.linears):
+        if stack is None or len(stack.linears) != len(expert_slice.stack.linears):
             raise RefusedError(
-                f"experts in {place.stack.parameter} are not read one by one", "--method rtn"
+                f"experts in {expert_slice.stack.parameter} are not read one by one", "--method rtn"
             )
-        linear = stack.linears[place.linear_index].format(place.expert)
-        result[stored] = f"{found.blocks}.{block}.{linear}.weight"
+        linear = stack.linears[expert_slice.linear_index].format(expert_slice.expert)
+        result[stored] = f"{architecture.blocks}.{block}.{linear}.weight"
     for parameter, source in names.sources.items():
-        if source.operations == ("Transpose",) and _is_stack(parameter, found):
+        if source.operations == ("Transpose",) and _is_stack(parameter, architecture):
             turned |= {source.stored[0]} if names.is_transposed(source) else set()
             result[source.stored[0]] = parameter
         elif source.rule is None:
@@ -186,23 +193,26 @@ def _canonical_names(
     return result, frozenset(turned)
 
 
-def _is_stack(parameter: str, found: Architecture) -> bool:
+def _is_stack(parameter: str, architecture: Architecture) -> bool:
     """Return whether a parameter stacks the matrices of experts."""
     return any(
-        parameter.startswith(f"{found.blocks}.") and parameter.endswith(f".{stack.parameter}")
-        for kind in found.kinds
+        parameter.startswith(f"{architecture.blocks}.")
+        and parameter.endswith(f".{stack.parameter}")
+        for kind in architecture.kinds
         for stack in kind.stacks
     )
 
 
-def _single_expert_names(names: WeightMapping, found: Architecture) -> dict[str, str]:
+def _single_expert_names(names: WeightMapping, architecture: Architecture) -> dict[str, str]:
     """Return canonical names of experts that files store one by one although transformers only has them stacked."""
     blocks = {}
     for name, source in names.sources.items():
         inside, beside = NUMBERED_NAME.match(name), NUMBERED_NAME.match(source.stored[0])
-        if inside and beside and inside[1] == found.blocks:
+        if inside and beside and inside[1] == architecture.blocks:
             blocks[beside[1], beside[2]] = f"{inside[1]}.{inside[2]}."
-    linears = {name for kind in found.kinds for stack in kind.stacks for name in stack.linears}
+    linears = {
+        name for kind in architecture.kinds for stack in kind.stacks for name in stack.linears
+    }
     result = {}
     for name in names.unused:
         beside = NUMBERED_NAME.match(name)
@@ -214,7 +224,7 @@ def _single_expert_names(names: WeightMapping, found: Architecture) -> dict[str,
 
 
 def _declare_stored_tensors(
-    names: WeightMapping, found: Architecture, sources: Sequence[WeightSource]
+    names: WeightMapping, architecture: Architecture, sources: Sequence[WeightSource]
 ) -> tuple[Architecture, dict[str, str]]:
     """Replace parameters in the declarations by the stored tensors from which they are computed.
 
@@ -225,7 +235,7 @@ def _declare_stored_tensors(
 
     Args:
         names: the weight mapping of the model.
-        found: its derived declarations, by parameters of the running model.
+        architecture: its derived declarations, by parameters of the running model.
         sources: the conversions.
 
     Returns:
@@ -234,50 +244,52 @@ def _declare_stored_tensors(
     Raises:
         RefusedError: one of the parameters is a quantized linear, takes a scale, or embeds tokens.
     """
-    assert found.derivation is not None
-    touched = {f"{found.embedding}.weight", f"{found.head}.weight"}
-    outer = {item.name: item for item in found.outer}
-    kinds = {kind.name: kind for kind in found.kinds}
+    assert architecture.derivation is not None
+    touched = {f"{architecture.embedding}.weight", f"{architecture.head}.weight"}
+    outer = {item.name: item for item in architecture.outer}
+    kinds = {kind.name: kind for kind in architecture.kinds}
     canonical = {}
     for source in sources:
-        _refuse_modified(source, touched, found)
+        _refuse_modified(source, touched, architecture)
         block = NUMBERED_NAME.match(next(iter(source.parameters)))
         for stored in source.stored:
             beside, shape = NUMBERED_NAME.match(stored), tuple(map(str, names.shape(stored)))
-            if block is None or block[1] != found.blocks:
+            if block is None or block[1] != architecture.blocks:
                 outer[stored], canonical[stored] = Parameter(stored, shape), stored
                 continue
             if beside is None:
                 raise _layout_refusal(source)
-            kind = kinds[found.derivation.kinds[int(block[2])]]
+            kind = kinds[architecture.derivation.kinds[int(block[2])]]
             kinds[kind.name] = _replace_parameters(kind, source, Parameter(beside[3], shape))
-            canonical[stored] = f"{found.blocks}.{block[2]}.{beside[3]}"
+            canonical[stored] = f"{architecture.blocks}.{block[2]}.{beside[3]}"
         for name in source.parameters:
             outer.pop(name, None)
     kept = tuple(outer.values())
-    return replace(found, outer=kept, kinds=tuple(kinds.values())), canonical
+    return replace(architecture, outer=kept, kinds=tuple(kinds.values())), canonical
 
 
 def _replace_parameters(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
     """Return a layer kind with a stored tensor in place of the parameters computed from it."""
-    made = {found[3] for name in source.parameters if (found := NUMBERED_NAME.match(name))}
+    made = {match[3] for name in source.parameters if (match := NUMBERED_NAME.match(name))}
     items: Mapping[str, Parameter] = {
         item.name: item for item in kind.parameters if item.name not in made
     }
     return replace(kind, parameters=tuple({**items, parameter.name: parameter}.values()))
 
 
-def _refuse_modified(source: WeightSource, touched: set[str], found: Architecture) -> None:
-    own = {name for name in source.parameters if name.startswith(f"{found.blocks}.")}
+def _refuse_modified(source: WeightSource, touched: set[str], architecture: Architecture) -> None:
+    own = {name for name in source.parameters if name.startswith(f"{architecture.blocks}.")}
     inside = {match[3].rpartition(".")[0] for name in own if (match := NUMBERED_NAME.match(name))}
-    changed = {name for kind in found.kinds for name in kind.linears}
+    changed = {name for kind in architecture.kinds for name in kind.linears}
     changed |= {
         shared.scale_fold.module
-        for kind in found.kinds
+        for kind in architecture.kinds
         for shared in kind.inputs
         if shared.scale_fold
     }
-    changed |= {stack.parameter.rpartition(".")[0] for kind in found.kinds for stack in kind.stacks}
+    changed |= {
+        stack.parameter.rpartition(".")[0] for kind in architecture.kinds for stack in kind.stacks
+    }
     if touched & source.parameters.keys() or inside & changed:
         raise _layout_refusal(source)
 
@@ -430,12 +442,14 @@ def _config_value(config: Any, name: str) -> Any:
 
 def _are_transposed(blocks: Sequence[nn.Module]) -> bool:
     """Return whether all linears hold ``[in_features, out_features]``; raise RefusedError if only some do."""
-    found = {is_transposed(item) for block in blocks for item in block.modules() if is_linear(item)}
-    if len(found) > 1:
+    orientations = {
+        is_transposed(item) for block in blocks for item in block.modules() if is_linear(item)
+    }
+    if len(orientations) > 1:
         raise RefusedError(
             "some of its linears are stored transposed, some are not", "--method rtn"
         )
-    return found == {True}
+    return orientations == {True}
 
 
 def _architecture(
@@ -452,7 +466,7 @@ def _architecture(
     }
     config = model.config.get_text_config()
     kinds = {item.kind.name: item for item in derived}
-    slices = {name: found for item in derived for name, found in item.slices.items()}
+    slices = {name: row_slice for item in derived for name, row_slice in item.slices.items()}
     names = {module: name for name, module in model.named_modules()}
     head = output_layer(model)
     if head is None:
@@ -465,8 +479,8 @@ def _architecture(
         embedding=names[model.get_input_embeddings()],
         head=names[head],
         final_norm=outside.last_norm,
-        slices={name: tuple(map(str, found.sizes)) for name, found in slices.items()},
-        slice_labels={name: found.labels for name, found in slices.items()},
+        slices={name: tuple(map(str, row_slice.sizes)) for name, row_slice in slices.items()},
+        slice_labels={name: row_slice.labels for name, row_slice in slices.items()},
         transposed=sizes.transposed,
         needs_model_replay=replayed,
         num_streams=outside.layout.values_per_token // outside.hidden,

@@ -80,20 +80,20 @@ class DerivedKind(NamedTuple):
     extra_outputs: tuple[Any, ...]
 
 
-def _check_outputs(block: TrialBlock, found: Any) -> tuple[Any, ...] | None:
+def _check_outputs(block: TrialBlock, outputs: Any) -> tuple[Any, ...] | None:
     """Return the outputs of a block other than its hidden states; None if it returns these alone.
 
     Raises:
         RefusedError: hidden states do not come first.
     """
-    many = isinstance(found, tuple | list) and found
-    states = found[0] if many else found
+    many = isinstance(outputs, tuple | list) and outputs
+    states = outputs[0] if many else outputs
     if not isinstance(states, Tensor) or states.shape != block.states.shape:
         raise RefusedError(
             f"its blocks do not return hidden states first ({type(block.module).__name__})",
             "--method rtn",
         )
-    return extra_outputs_of(found) if many else None
+    return extra_outputs_of(outputs) if many else None
 
 
 def derive_kind(
@@ -166,7 +166,7 @@ def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
         for parameter in item.kind.parameters:
             shapes.setdefault(parameter.name, parameter.shape)
     cuts: dict[str, tuple[object, ...]] = {}
-    found = []
+    kinds = []
     for item in derived:
         own = {parameter.name: parameter.shape for parameter in item.kind.parameters}
         odd = {
@@ -182,8 +182,8 @@ def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
             for shared in item.kind.inputs
         )
         slices = {name: cut for name, cut in item.slices.items() if name not in odd}
-        found.append(item._replace(kind=replace(item.kind, inputs=inputs), slices=slices))
-    return found
+        kinds.append(item._replace(kind=replace(item.kind, inputs=inputs), slices=slices))
+    return kinds
 
 
 def _to_float32(value: Any) -> Any:
@@ -195,17 +195,19 @@ def _parameters(
 ) -> tuple[Parameter, ...]:
     """Declare the tensors of a block; for stacks also the matrix of every expert, or these alone if in ``apart``."""
     stacks = {stack.parameter: stack for stack in mixture.stacks}
-    found = []
+    parameters = []
     for key, shape in shapes.items():
         if key not in apart or key not in stacks:
-            found.append(Parameter(key, tuple(map(str, shape))))
+            parameters.append(Parameter(key, tuple(map(str, shape))))
         if key not in stacks:
             continue
         stack = stacks[key]
         rows, columns = shape[:0:-1] if stack.transposed else shape[1:]
         size = (str(rows // len(stack.linears)), str(columns))
-        found += [Parameter(f"{name}.weight", size, each=str(shape[0])) for name in stack.linears]
-    return tuple(found)
+        parameters += [
+            Parameter(f"{name}.weight", size, each=str(shape[0])) for name in stack.linears
+        ]
+    return tuple(parameters)
 
 
 def _router_linears(
@@ -227,12 +229,12 @@ def _float32_linears(names: Iterable[str], linears: Iterable[str]) -> set[str]:
     return {name for name in linears if any(pattern.fullmatch(name) for pattern in patterns)}
 
 
-def _shared_input(linears: tuple[str, ...], found: FoldCandidate | None) -> SharedInput:
-    of_norm = found is not None and found.scale_fold.kind is not FoldKind.ROWS
+def _shared_input(linears: tuple[str, ...], candidate: FoldCandidate | None) -> SharedInput:
+    of_norm = candidate is not None and candidate.scale_fold.kind is not FoldKind.ROWS
     within = linears[0] if len(linears) == 1 and not of_norm else _common_module(linears)
-    if found is None:
+    if candidate is None:
         return SharedInput(linears, within)
-    return SharedInput(linears, within, found.scale_fold, found.heads)
+    return SharedInput(linears, within, candidate.scale_fold, candidate.heads)
 
 
 def _common_module(linears: Iterable[str]) -> str:
@@ -336,12 +338,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 def _observe_block(block: TrialBlock) -> _BlockObserver:
     """Run a block and return what was observed."""
-    found = _BlockObserver()
+    observer = _BlockObserver()
     with ExitStack() as stack:
-        found.add_hooks(block.module, stack)
-        stack.enter_context(found)
-        found.returned = block.run()
-    return found
+        observer.add_hooks(block.module, stack)
+        stack.enter_context(observer)
+        observer.returned = block.run()
+    return observer
 
 
 def _flatten_tokens(x: Tensor) -> Tensor:
@@ -441,12 +443,12 @@ def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Ex
     if not products or len(modules) != 1:
         return _ExpertDeclarations()
     module = modules.pop()
-    found = (
+    declarations = (
         parse_expert_call(called, args, kwargs, products[0].experts)
         for name, called, args, kwargs in calls
         if name == module
     )
-    routed = next((call for call in found if call is not None), None)
+    routed = next((call for call in declarations if call is not None), None)
     if routed is None:
         return _ExpertDeclarations()
     mixture = _mixture(block, products, module, str(shapes[products[0].parameter][0]))

@@ -94,9 +94,9 @@ def round_matrices(
             [*matrices.values()], None if scheme.rows_share_parameters else ROWS_PER_PART
         )
         round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
-        found = _concatenate(run_parallel(round_part, [*parts], workers))
-        fall_back_to_rtn(matrices, found, factor, scheme, importance, rounding.scales, workers)
-        rounded |= _split_by_matrix(matrices, found, factor, scheme)
+        solution = _concatenate(run_parallel(round_part, [*parts], workers))
+        fall_back_to_rtn(matrices, solution, factor, scheme, importance, rounding.scales, workers)
+        rounded |= _split_by_matrix(matrices, solution, factor, scheme)
     return _with_events({name: rounded[name] for name in weights}, events)
 
 
@@ -118,15 +118,17 @@ def _round_rows(
     best: Solution | None = None
     for index in range(passes):
         again = index < passes - 1
-        found = round_columns(weight, factor, scheme, parameters, keep_terms=again)
-        targets = found.targets(factor, scheme) if again else None
-        found = replace(found, terms=None)  # as large as the weight: freed before the next pass
+        solution = round_columns(weight, factor, scheme, parameters, keep_terms=again)
+        targets = solution.targets(factor, scheme) if again else None
+        solution = replace(
+            solution, terms=None
+        )  # as large as the weight: freed before the next pass
         if best is None:
-            best = found
+            best = solution
             _prefer_nearest(weight, factor, scheme, best)
         else:
-            best = best.better_of(found, scheme)
-        del found
+            best = best.better_of(solution, scheme)
+        del solution
         if targets is not None and scheme.has_global_scale:
             parameters = fp4.fit_with_divisor(
                 targets, best.parameters, scheme, factor.scale_weights
@@ -191,20 +193,22 @@ def round_columns(
     )
 
 
-def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
+def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, solution: Solution) -> None:
     """Round rows to nearest with the same parameters if that has the smaller error (step 3)."""
     packer = get_packer(scheme)
-    nearest = packer.encode(weight, found.parameters, scheme)
+    nearest = packer.encode(weight, solution.parameters, scheme)
     whole = (
-        packer.decode(nearest, found.parameters, scheme) if scheme.rows_share_parameters else None
+        packer.decode(nearest, solution.parameters, scheme)
+        if scheme.rows_share_parameters
+        else None
     )
     for start in range(0, len(weight), COMPARED_ROWS):
         strip = slice(start, start + COMPARED_ROWS)
-        own = slice_parameters(found.parameters, strip)
+        own = slice_parameters(solution.parameters, strip)
         values = packer.decode(nearest[strip], own, scheme) if whole is None else whole[strip]
-        rows, errors = factor.rows_below(weight[strip] - values, found.errors[strip])
-        found.codes[strip][rows], found.errors[strip][rows] = nearest[strip][rows], errors
-        found.nearest[strip][rows] = True
+        rows, errors = factor.rows_below(weight[strip] - values, solution.errors[strip])
+        solution.codes[strip][rows], solution.errors[strip][rows] = nearest[strip][rows], errors
+        solution.nearest[strip][rows] = True
 
 
 # Steps of round_matrices
@@ -274,7 +278,7 @@ def _concatenate(parts: Sequence[Solution]) -> Solution:
 
 
 def _split_by_matrix(
-    matrices: Mapping[str, Tensor], found: Solution, factor: Factor, scheme: Scheme
+    matrices: Mapping[str, Tensor], solution: Solution, factor: Factor, scheme: Scheme
 ) -> dict[str, Rounded]:
     """Return each matrix with its rows of a solution, and its error relative to its size."""
     rounded, stop = {}, 0
@@ -282,13 +286,15 @@ def _split_by_matrix(
         rows = slice(stop, stop + len(matrix))
         stop = rows.stop
         matrix_parameters = (
-            found.parameters if len(matrices) == 1 else slice_parameters(found.parameters, rows)
+            solution.parameters
+            if len(matrices) == 1
+            else slice_parameters(solution.parameters, rows)
         )
-        tensor = QuantizedTensor(found.codes[rows], matrix_parameters, scheme)
+        tensor = QuantizedTensor(solution.codes[rows], matrix_parameters, scheme)
         sizes = (matrix.square() * factor.objective.diagonal).sum(1)
         figures = {
-            "error": ratio(found.errors[rows], sizes),
-            "rtn_rows": float(found.nearest[rows].sum()),
+            "error": ratio(solution.errors[rows], sizes),
+            "rtn_rows": float(solution.nearest[rows].sum()),
         }
         rounded[name] = Rounded(tensor, loss_events(name, matrix, tensor, tensor.decode()), figures)
     return rounded
@@ -297,5 +303,7 @@ def _split_by_matrix(
 def _with_events(rounded: dict[str, Rounded], events: list[Event]) -> dict[str, Rounded]:
     """Attach the events of the shared input to its first matrix, so that they are reported once."""
     first = next(iter(rounded))
-    found = rounded[first]
-    return rounded | {first: Rounded(found.tensor, (*events, *found.events), found.figures)}
+    first_result = rounded[first]
+    return rounded | {
+        first: Rounded(first_result.tensor, (*events, *first_result.events), first_result.figures)
+    }

@@ -37,18 +37,18 @@ FLOAT32_MARGIN = 1e-3  # relative; exceeds the rounding error of a float32 objec
 
 def fall_back_to_rtn(
     matrices: Mapping[str, Tensor],
-    found: Solution,
+    solution: Solution,
     factor: Factor,
     scheme: Scheme,
     importance: Tensor | None,
     scales: str,
     workers: int,
 ) -> None:
-    """Replace rows of ``found`` by the result of `rtn` if it has the smaller error (step 6).
+    """Replace rows of ``solution`` by the result of `rtn` if it has the smaller error (step 6).
 
     Args:
-        matrices: float32 matrices of one scheme, by name; their rows in this order are those of ``found``.
-        found: changed in place; replaced rows are marked as rounded to nearest.
+        matrices: float32 matrices of one scheme, by name; their rows in this order are those of ``solution``.
+        solution: changed in place; replaced rows are marked as rounded to nearest.
         factor: factor of the Hessian.
         scheme: scheme as stored.
         importance: importance of the columns for `rtn`, ``[in]``.
@@ -59,7 +59,7 @@ def fall_back_to_rtn(
         schemes = dict.fromkeys(matrices, scheme)
         rtn_result = [*rtn.quantize_matrices(matrices, importance, schemes, scales).values()]
         _replace_if_better(
-            stack_rows([*matrices.values()]), found, factor, _concatenate(rtn_result)
+            stack_rows([*matrices.values()]), solution, factor, _concatenate(rtn_result)
         )
         return
 
@@ -68,7 +68,7 @@ def fall_back_to_rtn(
         weight = matrices[name][rows]
         rtn_result = rtn.quantize_matrices({name: weight}, importance, {name: scheme}, scales)[name]
         _replace_if_better(
-            weight, found.row_slice(slice(offset, offset + len(weight))), factor, rtn_result
+            weight, solution.row_slice(slice(offset, offset + len(weight))), factor, rtn_result
         )
 
     run_parallel(compare, [*_row_strips(matrices)], workers)
@@ -103,24 +103,24 @@ def _concatenate(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _replace_if_better(
-    weight: Tensor, found: Solution, factor: Factor, rtn_result: QuantizedTensor
+    weight: Tensor, solution: Solution, factor: Factor, rtn_result: QuantizedTensor
 ) -> None:
-    """Replace rows of ``found`` individually, or together if they share parameters that differ between the results."""
+    """Replace rows of ``solution`` one by one, or together if they share parameters that differ between results."""
     scheme, parameters = rtn_result.scheme, rtn_result.parameters
     values = rtn_result.decode()
     tile = scheme.granularity if isinstance(scheme.granularity, Tile) else None
     shared = {key: value for key, value in parameters.items() if len(value) != len(weight)}
-    if not tile and all(torch.equal(found.parameters[key], shared[key]) for key in shared):
+    if not tile and all(torch.equal(solution.parameters[key], shared[key]) for key in shared):
         for start in range(0, len(weight), COMPARED_ROWS):
             strip = slice(start, start + COMPARED_ROWS)
             rows = start + _candidate_rows(
-                weight[strip] - values[strip], found.errors[strip], factor
+                weight[strip] - values[strip], solution.errors[strip], factor
             )
             if len(rows):
-                exact = _float64_errors(weight, values, found, scheme, factor, rows)
+                exact = _float64_errors(weight, values, solution, scheme, factor, rows)
                 better = (exact[0] < exact[1]).any(0)
                 keys = parameters.keys() - shared.keys()
-                _replace_rows(found, rtn_result, rows[better], exact[0, 1, better], keys)
+                _replace_rows(solution, rtn_result, rows[better], exact[0, 1, better], keys)
         return
     height = tile.rows if tile else len(weight)
     all_rows = torch.arange(len(weight), device=weight.device)
@@ -128,25 +128,29 @@ def _replace_if_better(
         rows = all_rows[start : start + height]
         error = weight[rows] - values[rows]
         if not factor.is_total_below(
-            error, fsum(_objective_limits(error, found.errors[rows], factor).tolist())
+            error, fsum(_objective_limits(error, solution.errors[rows], factor).tolist())
         ):
             continue
-        exact = _float64_errors(weight, values, found, scheme, factor, rows)
+        exact = _float64_errors(weight, values, solution, scheme, factor, rows)
         of_rtn, of_gptq = ([fsum(each.tolist()) for each in ways] for ways in exact)
         if any(one < two for one, two in zip(of_rtn, of_gptq, strict=True)):
-            _replace_rows(found, rtn_result, rows, exact[0, 1], [])
+            _replace_rows(solution, rtn_result, rows, exact[0, 1], [])
             place = slice(tile_row, tile_row + 1) if tile else slice(None)
             for key, value in parameters.items():
-                found.parameters[key][place] = value[place]
+                solution.parameters[key][place] = value[place]
 
 
 def _replace_rows(
-    found: Solution, rtn_result: QuantizedTensor, rows: Tensor, errors: Tensor, keys: Iterable[str]
+    solution: Solution,
+    rtn_result: QuantizedTensor,
+    rows: Tensor,
+    errors: Tensor,
+    keys: Iterable[str],
 ) -> None:
-    found.codes[rows], found.errors[rows] = rtn_result.codes[rows], errors
-    found.nearest[rows] = True
+    solution.codes[rows], solution.errors[rows] = rtn_result.codes[rows], errors
+    solution.nearest[rows] = True
     for key in keys:
-        found.parameters[key][rows] = rtn_result.parameters[key][rows]
+        solution.parameters[key][rows] = rtn_result.parameters[key][rows]
 
 
 def _candidate_rows(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
@@ -160,15 +164,15 @@ def _objective_limits(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
 
 
 def _float64_errors(
-    weight: Tensor, values: Tensor, found: Solution, scheme: Scheme, factor: Factor, rows: Tensor
+    weight: Tensor, values: Tensor, solution: Solution, scheme: Scheme, factor: Factor, rows: Tensor
 ) -> Tensor:
     """Return errors of rows, ``[2, 2, rows]``: rounded to nearest and as found, each without and with the ridge."""
     packer = get_packer(scheme)
     if scheme.rows_share_parameters:
-        decoded = packer.decode(found.codes, found.parameters, scheme)[rows]
+        decoded = packer.decode(solution.codes, solution.parameters, scheme)[rows]
     else:
-        chosen = {key: value[rows] for key, value in found.parameters.items()}
-        decoded = packer.decode(found.codes[rows], chosen, scheme)
+        chosen = {key: value[rows] for key, value in solution.parameters.items()}
+        decoded = packer.decode(solution.codes[rows], chosen, scheme)
     wide = weight[rows].double()
     both = (wide - each.double() for each in (values[rows], decoded))
     return torch.stack([factor.objective.evaluate_float64(error) for error in both])

@@ -141,9 +141,11 @@ class MixtureGradients:
         """Use the stored outputs of the experts inside this context; `record_gradients` collects their gradients."""
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
-            found = self._tokens.outputs(row, len(states)).to(states).detach().requires_grad_()
-            self._thread_local.outputs, self._thread_local.chosen = found, weights.shape[1]
-            return found
+            expert_outputs = (
+                self._tokens.outputs(row, len(states)).to(states).detach().requires_grad_()
+            )
+            self._thread_local.outputs, self._thread_local.chosen = expert_outputs, weights.shape[1]
+            return expert_outputs
 
         with self._experts.outputs_replaced(outputs):
             yield
@@ -153,8 +155,8 @@ class MixtureGradients:
         with one_thread(), torch.enable_grad():
             self._experts.set_row(row)
             outputs = run()
-            (found,) = torch.autograd.grad(outputs, [self._thread_local.outputs], gradients)
-        self._tokens.write_tokens(self._output_gradients, row, found)
+            (gradient,) = torch.autograd.grad(outputs, [self._thread_local.outputs], gradients)
+        self._tokens.write_tokens(self._output_gradients, row, gradient)
 
     def backward(self, prefix: str, visit: Callable[[OutputGradients], None]) -> None:
         """Run each expert forward and backward; call ``visit`` with the gradients of its linears.
@@ -180,11 +182,13 @@ class MixtureGradients:
         """Use the stored outputs and gradients of the experts when the block runs inside this context."""
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
-            found = self._tokens.outputs(row, len(states)).to(states)
+            expert_outputs = self._tokens.outputs(row, len(states)).to(states)
             before = self._tokens.read_tokens(self._input_gradients, row, len(states)).to(states)
             first = self._tokens.tokens_in_rows(row)
             routed = self._weights[first : first + len(states)].to(weights)
-            returned: Tensor = _ReplayedExperts.apply(states, weights, found, before, routed)  # type: ignore[no-untyped-call]
+            returned: Tensor = _ReplayedExperts.apply(
+                states, weights, expert_outputs, before, routed
+            )  # type: ignore[no-untyped-call]
             return returned
 
         with self._experts.outputs_replaced(outputs):
@@ -212,15 +216,15 @@ class MixtureGradients:
             sums = self._input_gradients.gather(part) + one.states
             self._input_gradients.scatter(part, sums)
             self._weights[part] += one.weights[:, None] * self._tokens.places(number, part)
-        for linear, place in places.items():
-            name = place.stack.parameter
-            rows, columns = place.stack.matrix(held[name], place.linear_index, 0).shape
+        for linear, stack_slice in places.items():
+            name = stack_slice.stack.parameter
+            rows, columns = stack_slice.stack.matrix(held[name], stack_slice.linear_index, 0).shape
             inputs, products = torch.empty(0, columns), torch.empty(0, rows)
             if passed:
                 inputs = torch.cat([one.stacks[name][0] for one in passed])
                 products = torch.cat(
                     [
-                        place.stack.rows_of(one.stacks[name][1].T, place.linear_index).T
+                        stack_slice.stack.rows_of(one.stacks[name][1].T, stack_slice.linear_index).T
                         for one in passed
                     ]
                 )

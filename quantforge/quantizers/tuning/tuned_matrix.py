@@ -147,8 +147,8 @@ class TunedMatrix:
             The gradients of the strip, to be passed to `combine_strips` with those of all strips.
         """
         if not self._is_uniform_integer:
-            found = self.code_gradients(gradient).items()
-            squares = {key: self.codes[key].accumulate(one) for key, one in found}
+            gradients = self.code_gradients(gradient).items()
+            squares = {key: self.codes[key].accumulate(one) for key, one in gradients}
             return StripGradients(self.scale_gradients(gradient), squares)
         scales, now = self.scales["scales"], self._current_scales(rows)
         codes, moved = self.codes.get(CODES), dict[str, Tensor]()
@@ -164,10 +164,12 @@ class TunedMatrix:
 
         ``share`` is the current share of the initial learning rate of codes.
         """
-        found = [*strips]
+        strip_gradients = [*strips]
         for key, one in self.codes.items():
-            one.combine_strips([strip.sums[key] for strip in found], share)
-        return {key: torch.cat([strip.factors[key] for strip in found]) for key in self.scales}
+            one.combine_strips([strip.sums[key] for strip in strip_gradients], share)
+        return {
+            key: torch.cat([strip.factors[key] for strip in strip_gradients]) for key in self.scales
+        }
 
     def update_strip(self, rows: slice) -> None:
         """Update the codes of a strip of rows: the last part of an optimizer step."""
@@ -180,23 +182,23 @@ class TunedMatrix:
             scales = self.scales["scales"]
             products = self._unscaled_values(ALL_ROWS).mul_(gradient)
             return {"scales": scales.gradient(_by_group(products, scales.start).sum(-1))}
-        now, found = self.result(), {}
+        now, gradients = self.result(), {}
         none = {key: torch.zeros_like(one.start) for key, one in self.scales.items()}
         for key, one in self.scales.items():
             products = gradient * _decoded(now, none | {key: torch.ones_like(one.start)})
-            found[key] = one.gradient(products.reshape(*one.start.shape, -1).sum(-1))
-        return found
+            gradients[key] = one.gradient(products.reshape(*one.start.shape, -1).sum(-1))
+        return gradients
 
     def code_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of codes and integer parameters, given that of the matrix."""
         if self._is_uniform_integer and self.codes:
             return {CODES: self._multiply_scales(gradient.clone(), ALL_ROWS)}
-        now, found = self.result(), {}
+        now, gradients = self.result(), {}
         for key, one in self.codes.items():
             step = _decoded(now, {key: torch.ones_like(one.start)})
             step -= _decoded(now, {key: torch.zeros_like(one.start)})
-            found[key] = (gradient * step).reshape(*one.start.shape, -1).sum(-1)
-        return found
+            gradients[key] = (gradient * step).reshape(*one.start.shape, -1).sum(-1)
+        return gradients
 
     @property
     def _is_uniform_integer(self) -> bool:
@@ -243,15 +245,15 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
     scheme = tensor.scheme
     if scheme.integer:
         return {CODES: LearnedCodes(tensor.codes, code_range(scheme), rate)}
-    block, found = scheme.block, dict[str, LearnedCodes]()
+    block, learned = scheme.block, dict[str, LearnedCodes]()
     if block is not None and block.units is not None:
         kept = (key for key in INTEGER_PARAMETERS if key in tensor.parameters)
-        found = {key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in kept}
+        learned = {key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in kept}
     if scheme.code_values:
-        found[CODES] = LearnedTableCodes.of(tensor.codes, scheme.code_values, rate)
+        learned[CODES] = LearnedTableCodes.of(tensor.codes, scheme.code_values, rate)
     elif block is not None and block.vector == 1:  # else a code picks a point
-        found[CODES] = LearnedCodes(tensor.codes, (block.codes[0], block.codes[1]), rate)
-    return found
+        learned[CODES] = LearnedCodes(tensor.codes, (block.codes[0], block.codes[1]), rate)
+    return learned
 
 
 def _decoded(tensor: QuantizedTensor, changed: Mapping[str, Tensor]) -> Tensor:
@@ -383,12 +385,12 @@ class LearnedTableCodes(LearnedCodes):
     def of(cls, codes: Tensor, values: Sequence[int], rate: float) -> LearnedTableCodes:
         """Create from codes that index ``values``; the first of equal values represents all of them."""
         rising = sorted({value: code for code, value in reversed([*enumerate(values)])}.items())
-        places = {value: place for place, (value, _) in enumerate(rising)}
+        places = {value: index for index, (value, _) in enumerate(rising)}
         place_of = torch.tensor([places[value] for value in values], dtype=torch.uint8)
         gaps = torch.tensor([value for value, _ in rising], dtype=torch.float32).diff()
-        found = torch.tensor([code for _, code in rising], dtype=torch.uint8)
+        sorted_codes = torch.tensor([code for _, code in rising], dtype=torch.uint8)
         start, limits = look_up(place_of, codes), (0, len(rising) - 1)
-        return cls(start, limits, rate, found, gaps.min() / gaps)
+        return cls(start, limits, rate, sorted_codes, gaps.min() / gaps)
 
     def stored(self, rows: slice = ALL_ROWS) -> Tensor:
         """Return the current codes of a strip of rows."""
