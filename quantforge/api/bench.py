@@ -28,7 +28,7 @@ from quantforge.progress import phase, report_step, report_to
 from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.settings import Settings, check_device
 
-SCHEMA = "quantforge.bench/1"
+SCHEMA = "quantforge.bench/2"
 MAX_TEXT_BYTES = 1 << 20
 MAX_ROWS, MAX_TOKEN_BUDGET = 512, 1 << 16
 
@@ -82,10 +82,20 @@ class BenchRow:
 
 
 def document(rows: Sequence[BenchRow], options: BenchOptions) -> dict[str, Any]:
-    """Return the results as the JSON document ``quantforge.bench/1``."""
+    """Return the results as the JSON document ``quantforge.bench/2``."""
     trace = None if options.trace is None else options.trace.name
     recorded = {**asdict(options), "trace": trace}
-    return {"schema": SCHEMA, "options": recorded, "rows": [asdict(row) for row in rows]}
+    return {"schema": SCHEMA, "options": recorded, "rows": [_row(row) for row in rows]}
+
+
+def _row(row: BenchRow) -> dict[str, Any]:
+    """Return a row as plain data."""
+    return {
+        "name": row.name,
+        "metrics": asdict(row.figures),
+        "engine": row.engine,
+        "cache_waste": row.wasted,
+    }
 
 
 @torch_defaults()

@@ -99,9 +99,9 @@ class Exported:
         del fields["coverage"], fields["name"]
         return {
             **fields,
-            "out": str(self.out),
-            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
-            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
+            "path": str(self.out),
+            "quantized_share_in_blocks": self.coverage.share if self.coverage else 0.0,
+            "unquantized_in_blocks": dict(self.coverage.kept) if self.coverage else {},
             "events": [event.to_json() for event in self.events],
         }
 

@@ -79,9 +79,9 @@ class Inspected:
         )
 
     def document(self) -> dict[str, object]:
-        """Return the contents as plain data (``quantforge.inspect/1``)."""
+        """Return the contents as plain data (``quantforge.inspect/2``)."""
         return {
-            "schema": "quantforge.inspect/1",
+            "schema": "quantforge.inspect/2",
             "path": str(self.path),
             "format": self.format,
             "model_type": self.model_type,

@@ -91,7 +91,15 @@ class ReleasedVariant:
     def document(self) -> dict[str, Any]:
         """Return the variant as plain data, with its path relative to the release."""
         out = f"{self.out.parent.name}/{self.out.name}"
-        return {**asdict(self), "out": out, "failed": list(self.failed)}
+        return {
+            "name": self.name,
+            "path": out,
+            "format": self.format,
+            "method": self.method,
+            "weight_bytes": self.weight_bytes,
+            "metrics": dict(self.figures),
+            "failed_gates": list(self.failed),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ class Released:
         """Return the result as plain data."""
         rows = [variant.document() for variant in self.variants]
         return {
-            "out": str(self.out), "made": list(self.made), "variants": rows, "left_out": dict(self.left_out)
+            "path": str(self.out), "made": list(self.made), "variants": rows, "left_out": dict(self.left_out)
         }  # fmt: skip
 
     @property
@@ -387,7 +395,7 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         "schema": SCHEMA,
         "source": dict(planned.variants.files),
         "versions": manifest.versions(),
-        "evaluation": {"key": key, "figures": figures} if figures else None,
+        "evaluation": {"key": key, "metrics": figures} if figures else None,
         "variants": [one.document() for one in released],
     }
     _write_if_changed(
@@ -447,7 +455,7 @@ def _evaluate_variants(
         is_complete = all(path.is_file() for path in (*planned.reports, *cards))
         is_complete = is_complete and all(has_figures(out) for out in outs if out.is_dir())
         if recorded["key"] == key and is_complete:
-            return dict(recorded["figures"]), None
+            return dict(recorded["metrics"]), None
     except (InputError, KeyError, TypeError):
         pass  # not measured yet
     adapter = shared_adapter_path(variant.recipe.adapter for variant in spec.variants)

@@ -59,7 +59,7 @@ class Swept:
     def document(self) -> dict[str, Any]:
         """Return the results as plain data."""
         return {
-            "out": str(self.out),
+            "path": str(self.out),
             "results": {name: str(path) for name, path in self.results.items()},
             "left_out": dict(self.left_out),
             "evaluation": self.evaluation.to_json(),

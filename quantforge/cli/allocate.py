@@ -79,7 +79,7 @@ def allocate(
         )
     if console.as_json:
         console.print_document(
-            {"schema": "quantforge.allocate/1", "path": str(output), **allocated.document()}
+            {"schema": "quantforge.allocate/2", "path": str(output), **allocated.document()}
         )
         return
     _show(console, allocated)

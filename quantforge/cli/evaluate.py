@@ -277,7 +277,7 @@ def show_tables(console: Console, evaluation: Evaluation, *, wide: bool) -> None
         console.print_text()
     for sentence in verdict.sentences:
         console.print_wrapped(sentence)
-    if verdict.front:
+    if verdict.pareto_front:
         console.print_wrapped(f"{PARETO_MARK} no other is as small and closer (Pareto front)")
     if verdict.sentences:
         console.print_text()

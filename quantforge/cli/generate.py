@@ -196,7 +196,7 @@ def generate(
         if as_json:
             answers = [name.document() for name in found]
             console.print_document(
-                {"schema": "quantforge.generate/1", "prompt": text, "answers": answers}
+                {"schema": "quantforge.generate/2", "prompt": text, "answers": answers}
             )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

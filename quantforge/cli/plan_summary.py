@@ -124,9 +124,9 @@ def _generic_name(tensor: TensorPlan) -> str:
 
 
 def plan_document(plan: Plan, output: Path, run_forecast: Forecast | None) -> dict[str, object]:
-    """Return the plan as plain data (``quantforge.plan/1``)."""
+    """Return the plan as plain data (``quantforge.plan/2``)."""
     return {
-        "schema": "quantforge.plan/1",
+        "schema": "quantforge.plan/2",
         "model": plan.model,
         "output": str(output),
         "model_type": plan.model_type,
@@ -135,8 +135,8 @@ def plan_document(plan: Plan, output: Path, run_forecast: Forecast | None) -> di
         "bits_per_weight": plan.bits_per_weight,
         "bits_per_weight_in_blocks": plan.bits_per_weight_in_blocks,
         "bits_per_weight_total": plan.bits_per_weight_total,
-        "block_share_quantized": coverage(plan.tensors).share,
-        "kept_in_blocks": dict(coverage(plan.tensors).kept),
+        "quantized_share_in_blocks": coverage(plan.tensors).share,
+        "unquantized_in_blocks": dict(coverage(plan.tensors).kept),
         "output_bytes": plan.output_bytes,
         "files": len(plan.shards),
         "peak_memory_bytes": plan.peak_memory_bytes,
@@ -268,13 +268,13 @@ def _forecast_document(run_forecast: Forecast) -> dict[str, object]:
         "seconds": {step: round(seconds, 1) for step, seconds in run_forecast.seconds.items()},
         "total_seconds": math.ceil(sum(run_forecast.seconds.values())),
         "threads": run_forecast.threads,
-        "products_per_second": OPERATIONS_PER_SECOND,
-        "digested_bytes_per_second": BYTES_PER_SECOND,
+        "operations_per_second": OPERATIONS_PER_SECOND,
+        "hashed_bytes_per_second": BYTES_PER_SECOND,
         "basis": RATE_BASIS,
         "source_bytes": run_forecast.work.source_bytes,
         "source_reads": run_forecast.work.reads,
-        "states_bytes": run_forecast.work.states_bytes,
-        "guide_bytes": run_forecast.work.guide_bytes,
+        "hidden_states_bytes": run_forecast.work.states_bytes,
+        "gradient_bytes": run_forecast.work.guide_bytes,
         "disk_bytes": run_forecast.disk,
         "free_bytes": run_forecast.free,
         "memory_bytes": run_forecast.memory,

@@ -141,7 +141,7 @@ class FailedProcess(TypedDict):
     """A failed worker: its exit code (negative for a signal) and the end of its stderr."""
 
     exit_code: int
-    said: str
+    stderr: str
 
 
 def threads_per_process(threads: int | None, jobs: int) -> int | None:
@@ -180,7 +180,7 @@ def worker_processes(jobs: int, note: Callable[[str], None]) -> Iterator[list[Fa
             yield failed
             for worker, stderr_file in workers:
                 if code := worker.wait():
-                    failed.append({"exit_code": code, "said": _read_tail(stderr_file)})
+                    failed.append({"exit_code": code, "stderr": _read_tail(stderr_file)})
         except BaseException:
             for worker, _ in workers:
                 worker.terminate()
@@ -191,7 +191,7 @@ def worker_processes(jobs: int, note: Callable[[str], None]) -> Iterator[list[Fa
     if failed:
         codes = ", ".join(str(process["exit_code"]) for process in failed)
         details = "".join(
-            f"\n{text}" for text in dict.fromkeys(process["said"] for process in failed) if text
+            f"\n{text}" for text in dict.fromkeys(process["stderr"] for process in failed) if text
         )
         note(
             f"{len(failed)} of {jobs} processes failed (exit code {codes}); others did their part{details}"

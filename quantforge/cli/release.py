@@ -132,7 +132,7 @@ def _print_release(
         append_to_file(summary, _summary(rows, released).encode())
     if console.as_json:
         console.print_document(
-            {"schema": "quantforge.released/1", **released.document(), "failed_processes": failed}
+            {"schema": "quantforge.released/2", **released.document(), "failed_processes": failed}
         )
     else:
         console.print_table(_HEADERS, rows)

@@ -37,14 +37,14 @@ def show_quantized(console: Console, outcome: Outcome, model: str, seconds: floa
     if console.as_json:
         console.print_document(
             {
-                "schema": "quantforge.quantize/1",
+                "schema": "quantforge.quantize/2",
                 "path": str(outcome.out),
                 "method": plan.method,
                 "format": plan.format,
                 "bits_per_weight": plan.bits_per_weight,
                 "bits_per_weight_in_blocks": plan.bits_per_weight_in_blocks,
                 "bits_per_weight_total": plan.bits_per_weight_total,
-                "block_share_quantized": coverage(plan.tensors).share,
+                "quantized_share_in_blocks": coverage(plan.tensors).share,
                 "output_bytes": plan.output_bytes,
                 "resumed": outcome.resumed,
                 "event_counts": counts,
@@ -85,7 +85,7 @@ def show_quantized(console: Console, outcome: Outcome, model: str, seconds: floa
 def show_exported(console: Console, result: Exported) -> None:
     """Print the result of `export`, with how exact the conversion is."""
     if console.as_json:
-        console.print_document({"schema": "quantforge.export/1", **result.document()})
+        console.print_document({"schema": "quantforge.export/2", **result.document()})
         return
     out = relative_to_cwd(result.out)
     console.print_text(str(out))

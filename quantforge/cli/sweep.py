@@ -119,7 +119,7 @@ def _show(
         console.note(f"{name} is left out: {reason}")
     if console.as_json:
         console.print_document(
-            {"schema": "quantforge.sweep/1", **swept.document(), "failed_processes": failed}
+            {"schema": "quantforge.sweep/2", **swept.document(), "failed_processes": failed}
         )
     else:
         evaluate.show_tables(console, swept.evaluation, wide=wide)
@@ -129,7 +129,7 @@ def _show(
 def _note_results(console: Console, swept: Swept) -> None:
     """Print where the results are, and a command for the closest one on the Pareto front."""
     rows = swept.evaluation.rows
-    best = [rows[index]["path"] for index in swept.evaluation.verdict.front]
+    best = [rows[index]["path"] for index in swept.evaluation.verdict.pareto_front]
     example = Path(best[-1]) if best else next(iter(swept.results.values()))
     directory = relative_to_cwd(swept.out)
     console.note(

@@ -111,8 +111,8 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         )
     if "kl_mean" in report.figures:
         text = f"KL divergence from the source: {report.figures['kl_mean']:.4g} nats per token"
-        if "kl_plain" in report.figures:
-            text += f" (rounded plainly to the same types: {report.figures['kl_plain']:.4g})"
+        if "kl_rtn" in report.figures:
+            text += f" (rounded plainly to the same types: {report.figures['kl_rtn']:.4g})"
         console.print_text(text)
     for text in report.notes:
         console.note(text)

@@ -286,7 +286,7 @@ class BenchFigures:
         tokens_per_second: generated tokens per second.
         requests_per_second: finished requests per second.
         goodput: requests per second that met all limits; None without limits.
-        kept: fraction of the requests that met all limits; None without limits.
+        slo_attainment: fraction of the requests that met all limits; None without limits.
         cost: price of a million generated tokens; None without a price.
         errors: number of failed requests by reason.
     """
@@ -302,7 +302,7 @@ class BenchFigures:
     tokens_per_second: float
     requests_per_second: float
     goodput: float | None
-    kept: float | None
+    slo_attainment: float | None
     cost: float | None
     errors: dict[str, int]
 
@@ -340,7 +340,7 @@ def summarize(
         tokens_per_second=new_tokens / seconds if finished else 0.0,
         requests_per_second=len(finished) / seconds if finished else 0.0,
         goodput=None if slo is None else len(within_limits) / seconds if finished else 0.0,
-        kept=None if slo is None else len(within_limits) / len(served),
+        slo_attainment=None if slo is None else len(within_limits) / len(served),
         cost=None
         if price_per_hour is None or not finished
         else price_per_hour / (new_tokens / seconds * SECONDS_PER_HOUR) * MILLION,

@@ -59,7 +59,7 @@ from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.text_processing import as_input_errors, load_model_tokenizer
 from quantforge.settings import Settings
 
-SCHEMA = "quantforge.eval/1"
+SCHEMA = "quantforge.eval/2"
 QUALITY_DTYPE, SPEED_DTYPE = torch.float32, torch.bfloat16
 EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -67,7 +67,7 @@ FIGURES = (  # None if not measured, or not defined for the reference
     "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
     "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_quantiles", "top1_agreement", "block_errors", "generated",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
-    "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
+    "tpot_seconds", "tpot_spread", "bandwidth_utilization", "llama_cpp_perplexity",
     "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "processor_share", "tasks", "caches",
 )  # fmt: skip
 
@@ -99,7 +99,7 @@ class Evaluation:
         return judge(self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document ``quantforge.eval/1``."""
+        """Return the document ``quantforge.eval/2``."""
         return {
             "schema": SCHEMA,
             "date": self.date,
@@ -320,7 +320,7 @@ def _new_row(loaded: Loaded) -> dict[str, Any]:
         "bits_per_weight": loaded.bits_per_weight,
         "bits_per_weight_total": loaded.bits_per_weight_total,
         "weight_bytes": loaded.weight_bytes,
-        "held_bytes": loaded.held_bytes,
+        "resident_bytes": loaded.held_bytes,
         "read_bytes_per_token": loaded.read_bytes,
         "kv_cache": loaded.kv_cache,
         "kernels": dict(loaded.kernels),
@@ -392,7 +392,7 @@ def _protocol(
         speed_dtype=dtype_name(SPEED_DTYPE) if options.speed else "",
         device=settings.device,
         threads=torch.get_num_threads(),
-        windows_asked=options.windows,
+        windows_requested=options.windows,
         adapter=adapter_name(settings.adapter),
         correction=adapter_name(options.correction),
         input_bits=settings.input_bits,

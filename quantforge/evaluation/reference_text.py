@@ -65,7 +65,7 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain data, without its ids."""
-        return {"text": self.text, "tokens": len(self.ids), "ended": self.ended}
+        return {"text": self.text, "tokens": len(self.ids), "finished": self.ended}
 
 
 class TokenizedPrompts:
@@ -183,7 +183,7 @@ def summarize_answers(
     ]
     answer_rows = [
         answer.to_json()
-        | {"kl_mean": value, "parts_at": difference, "length_ratio": len(answer.ids) / len(ids)}
+        | {"kl_mean": value, "diverges_at": difference, "length_ratio": len(answer.ids) / len(ids)}
         for answer, ids, value, difference in zip(
             answers, reference, kl.tolist(), differences, strict=True
         )
@@ -196,8 +196,8 @@ def summarize_answers(
         "kl_mean": mean.mean,
         "kl_se": mean.error if len(kl) > 1 else None,
         "top1_agreement": agrees.double().mean().item(),
-        "parted": sum(difference is not None for difference in differences),
-        "same_tokens": sum(same_tokens) / len(same_tokens),
+        "diverged_answers": sum(difference is not None for difference in differences),
+        "tokens_before_divergence": sum(same_tokens) / len(same_tokens),
         "length_ratio": sum(len(answer.ids) for answer in answers) / sum(map(len, reference)),
         "answers": answer_rows,
     }

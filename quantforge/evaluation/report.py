@@ -33,7 +33,7 @@ def markdown(evaluation: Evaluation) -> str:
     verdict, shown_tables = evaluation.verdict, build_tables(evaluation, None)
     parts = [_markdown_table(columns) for _, columns in shown_tables]
     legend = f"`{PARETO_MARK}`: no other is as small and closer (Pareto front)"
-    parts.append(_bullet_list([*verdict.sentences, *([legend] if verdict.front else [])]))
+    parts.append(_bullet_list([*verdict.sentences, *([legend] if verdict.pareto_front else [])]))
     parts.append(_bullet_list(notes(evaluation, column_headers(shown_tables))))
     return "\n".join(part for part in parts if part)
 

@@ -4,8 +4,8 @@ At batch size 1 a token costs at least the time to read every weight, and the ca
 
     tokens/s <= bandwidth / bytes read per token
 
-(the decode roofline). ``bandwidth_use`` is the fraction of this limit that was reached, relative to the read bandwidth
-measured just before with the same threads. A small model fits into the CPU cache and spends its time elsewhere, so the
+(the decode roofline). ``bandwidth_utilization`` is the fraction of this limit that was reached, relative to the
+read bandwidth measured just before with the same threads. A small model fits into the CPU cache and spends its time elsewhere, so the
 fraction says little about it. Prefill is compute-bound; larger batches lie between the two.
 
 Families supported by QuantForge's decoder run in it, with a paged KV cache and on a GPU as one CUDA graph per step;
@@ -95,7 +95,7 @@ def measure_as_deployed(
         figures = measure_speed(loaded, prompt, bandwidth, cache)
     return {
         "read_bytes_per_token": loaded.read_bytes,
-        "held_bytes": loaded.held_bytes,
+        "resident_bytes": loaded.held_bytes,
         "kernels": dict(loaded.kernels),
         "peak_bytes": peak.bytes,
         **figures,
@@ -123,8 +123,8 @@ def measure_speed(
 
     Returns:
         Speed columns of a report row, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to
-        the first token (``ttft``) includes the prefill; ``bandwidth_use`` is the bytes read per second of decoding one
-        sequence, relative to the measured bandwidth; ``processor_share`` is the fraction of the requested processor
+        the first token (``ttft``) includes the prefill; ``bandwidth_utilization`` is the bytes read per second of decoding
+        one sequence, relative to the measured bandwidth; ``processor_share`` is the fraction of the requested processor
         time that the threads received, None on a GPU and if the system does not report it.
 
     Raises:
@@ -156,7 +156,7 @@ def measure_speed(
         "tpot_seconds": single.tpot_seconds,
         "tpot_spread": single.tpot_spread,
         "decode_by_batch": {str(batch): speed.tokens_per_second for batch, speed in speeds.items()},
-        "bandwidth_use": bytes_read / single.tpot_seconds / bandwidth,
+        "bandwidth_utilization": bytes_read / single.tpot_seconds / bandwidth,
         "kv_bytes_per_token": token_bytes,
         "processor_share": processor_share.so_far() if device.type == "cpu" else None,
     }

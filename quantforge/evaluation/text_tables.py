@@ -198,7 +198,7 @@ class _ColumnSpec:
 
 def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
     """Return the columns on format, size and quality of the models."""
-    front = tuple(PARETO_MARK if index in verdict.front else "" for index in range(len(rows)))
+    front = tuple(PARETO_MARK if index in verdict.pareto_front else "" for index in range(len(rows)))
     return [
         Column("", front),
         Column("model", verdict.names),
@@ -385,7 +385,7 @@ _QUALITY_COLUMNS = (
         header_width=len("in llama.cpp"),
     ),
     _ColumnSpec("rise %", 5, _number_formatter("perplexity_increase", 100, sign=True)),
-    _ColumnSpec("parts after", 4, partial(_answer_figure, "same_tokens")),
+    _ColumnSpec("parts after", 4, partial(_answer_figure, "tokens_before_divergence")),
     _ColumnSpec("length", 6, partial(_answer_figure, "length_ratio")),
     _ColumnSpec("KL median", 7, _number_formatter("kl_median"), "kl_median"),
 )
@@ -414,7 +414,7 @@ _SPEED_COLUMNS = (
     _ColumnSpec("processor %", 5, _number_formatter("processor_share", 100)),
     _ColumnSpec("decoder", 6, lambda row: row["decoder"] or ABSENT),
     _ColumnSpec("kernels", 7, _kernels),
-    _ColumnSpec("bandwidth %", EXPERT_RANK, _number_formatter("bandwidth_use", 100)),
+    _ColumnSpec("bandwidth %", EXPERT_RANK, _number_formatter("bandwidth_utilization", 100)),
     _ColumnSpec("first token by prompt", EXPERT_RANK, _ttft_by_prompt, is_speed=True),
 )  # fmt: skip
 

@@ -43,7 +43,7 @@ class EvaluationProtocol:
         speed_dtype: type in which speed and memory are measured; "" if they are not.
         device: device of the computation.
         threads: number of CPU threads of torch.
-        windows_asked: requested number of windows; the text may yield fewer.
+        windows_requested: requested number of windows; the text may yield fewer.
         adapter: name and digest of the adapter merged into the reference; "" for none.
         correction: name and digest of the adapter applied to the other model; "" for none.
         input_bits: bits to which packed layers round activations, except in the reference; 16 disables rounding.
@@ -59,7 +59,7 @@ class EvaluationProtocol:
     speed_dtype: str
     device: str
     threads: int
-    windows_asked: int = 0
+    windows_requested: int = 0
     adapter: str = ""
     correction: str = ""
     input_bits: int = 16
@@ -75,7 +75,7 @@ class EvaluationProtocol:
         }
 
     def __str__(self) -> str:
-        of_requested = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
+        of_requested = f" of {self.windows_requested}" if self.windows_requested > self.windows else ""
         bos_text = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
         adapter_text = (
             f", the adapter {self.adapter} merged into the reference" if self.adapter else ""

@@ -59,7 +59,7 @@ class Verdict:
     """
 
     names: tuple[str, ...]
-    front: tuple[int, ...]
+    pareto_front: tuple[int, ...]
     winners: tuple[Winner, ...]
     sentences: tuple[str, ...]
 

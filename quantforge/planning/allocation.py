@@ -701,16 +701,16 @@ class Allocated:
             "target": self.target,
             "bytes": self.nbytes,
             "bits_per_weight": self.bits,
-            "nats": self.nats,
+            "kl_nats": self.nats,
             "groups": [
                 {"linears": linears, "scheme": scheme}
                 for linears, scheme in zip(self.groups, self.chosen, strict=True)
             ],
             "uniform": [
-                {"scheme": name, "bytes": size, "bits_per_weight": bits, "nats": nats}
+                {"scheme": name, "bytes": size, "bits_per_weight": bits, "kl_nats": nats}
                 for name, (size, bits, nats) in self.uniform.items()
             ],
-            "front": [{"bytes": size, "nats": nats} for size, nats in self.front],
+            "pareto_front": [{"bytes": size, "kl_nats": nats} for size, nats in self.front],
             "left_out": dict(self.left_out),
             "engines": [asdict(verdict) for verdict in self.engines],
         }

@@ -65,8 +65,8 @@ class GeneratedText:
         return {
             "text": self.text,
             "tokens": list(self.tokens),
-            "stopped": self.stopped,
-            "stop": self.stop,
+            "finish_reason": self.stopped,
+            "stop_sequence": self.stop,
             "logprobs": self.logprobs and [item.document() for item in self.logprobs],
             "score": self.score,
         }
@@ -129,14 +129,14 @@ class Generated:
         return self.steps / self.step_seconds if self.steps else None
 
     def document(self) -> dict[str, Any]:
-        """Return the result as JSON-serializable data (a completion in a ``quantforge.generate/1`` document)."""
+        """Return the result as JSON-serializable data (a completion in a ``quantforge.generate/2`` document)."""
         return {
             "model": self.model,
             "text": self.text,
             "tokens": list(self.tokens),
-            "stopped": self.stopped,
+            "finish_reason": self.stopped,
             "choices": [item.document() for item in self.choices],
-            "templated": self.templated,
+            "chat_template": self.templated,
             "decoder": self.decoder,
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_per_second": self.prompt_tokens_per_second,

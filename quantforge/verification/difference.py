@@ -28,7 +28,7 @@ from quantforge.recipe import read_toml
 from quantforge.verification.opening import SourceModel, open_source
 from quantforge.verification.side_files import STORAGE_KEYS
 
-SCHEMA = "quantforge.diff/1"
+SCHEMA = "quantforge.diff/2"
 CONFIG, TEMPLATE_FILE = "config.json", "chat_template.jinja"
 # Entries of a configuration on how weights are stored; the tensors show this themselves.
 STORAGE_ENTRIES = STORAGE_KEYS | {"dtype", "torch_dtype"}
@@ -78,14 +78,14 @@ class Difference:
         return not changed and not self.files and not any(self.only.values())
 
     def document(self) -> dict[str, Any]:
-        """Return the difference as plain data (``quantforge.diff/1``)."""
+        """Return the difference as plain data (``quantforge.diff/2``)."""
         return {
             "schema": SCHEMA,
             "first": str(self.first),
             "second": str(self.second),
             "equal": self.equal,
-            "stated": dict(self.stated),
-            "only": dict(self.only),
+            "recorded": dict(self.stated),
+            "tensors_only_in": dict(self.only),
             "tensors": [
                 {
                     "name": name,
@@ -94,11 +94,11 @@ class Difference:
                 }
                 for name, value in self.tensors.items()
             ],
-            "compared": self.compared,
+            "compared_tensors": self.compared,
             "files": self.files,
-            "files_alone": dict(self.alone),
-            "files_uncompared": self.uncompared,
-            "unstated": dict(self.unstated),
+            "files_only_in": dict(self.alone),
+            "files_not_compared": self.uncompared,
+            "not_recorded": dict(self.unstated),
         }
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "quantforge.verify/1"
+SCHEMA = "quantforge.verify/2"
 # What is checked, in this order.
 CHECKS: Mapping[str, str] = {
     "manifest": "the files are exactly those of the manifest, byte for byte",
@@ -140,7 +140,7 @@ class Report:
         return {"manifest", "signature", "noise"} <= self.skipped.keys()
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the report as plain data (``quantforge.verify/1``)."""
+        """Return the report as plain data (``quantforge.verify/2``)."""
         return {
             "schema": SCHEMA,
             "path": str(self.path),

@@ -267,7 +267,7 @@ class ForwardPass:
         self._report.figures = {
             "tokens": self._ids.numel(),
             "kl_mean": Estimate.of(divergence).mean,
-            "kl_error": Estimate.of(divergence).error,
+            "kl_se": Estimate.of(divergence).error,
             "top1_agreement": float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
         }
         del logits
@@ -318,7 +318,7 @@ class ForwardPass:
             Estimate.of(rounded_divergence),
         )
         excess = Estimate.of(divergence - MAX_DIVERGENCE_RATIO * rounded_divergence)
-        self._report.figures["kl_plain"] = rounded_estimate.mean
+        self._report.figures["kl_rtn"] = rounded_estimate.mean
         if (
             artifact_estimate.mean > MAX_DIVERGENCE_RATIO * rounded_estimate.mean + MIN_DIVERGENCE
             and excess.mean > STANDARD_ERRORS * excess.error

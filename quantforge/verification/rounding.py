@@ -100,11 +100,11 @@ class RoundingError:
         return {
             "snr_db": round(decibels, 3),
             "cosine": round(self.cosine, 6),
-            "over_rounding": round(self.whole, 4),
-            "worst_row_over_rounding": round(float(self.rows.max()), 4),
-            "worst_column": round(float(self.columns.max()), 4),
-            "longer": round(self.scale_high, 5),
-            "shorter": round(self.scale_low, 5),
+            "error_vs_rtn": round(self.whole, 4),
+            "worst_row_error_vs_rtn": round(float(self.rows.max()), 4),
+            "worst_column_error_vs_rtn": round(float(self.columns.max()), 4),
+            "scale_high": round(self.scale_high, 5),
+            "scale_low": round(self.scale_low, 5),
         }
 
 

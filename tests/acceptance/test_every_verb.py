@@ -45,11 +45,11 @@ def test_demo_copies_a_model_and_a_text(tmp_path: Path) -> None:
 
 def test_plan_and_quantize_agree(model: Model, result: Any) -> None:
     planned = document("plan", model("demo"), DEMO_GPTQ)
-    assert planned["schema"] == "quantforge.plan/1"
+    assert planned["schema"] == "quantforge.plan/2"
     files = sum(path.stat().st_size for path in result.path.glob("*.safetensors"))
     assert planned["output_bytes"] == result.document["output_bytes"] == files
     assert result.document["bits_per_weight"] == pytest.approx(4.126, abs=0.001)
-    assert result.document["schema"] == "quantforge.quantize/1"
+    assert result.document["schema"] == "quantforge.quantize/2"
 
 
 def test_allocate_writes_a_recipe_of_a_size(model: Model, tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_serve_answers_over_http_and_stops_at_a_signal(result: Any, start: Start
 def test_bench_sends_a_stream_of_requests(result: Any) -> None:
     words = "--requests 3 --prompt-tokens 8..20 --new-tokens 3..6"
     (row,) = document("bench", result.path, words)["rows"]
-    assert (row["figures"]["requests"], row["figures"]["failed"]) == (3, 0)
-    assert 9 <= row["figures"]["new_tokens"] <= 18
+    assert (row["metrics"]["requests"], row["metrics"]["failed"]) == (3, 0)
+    assert 9 <= row["metrics"]["new_tokens"] <= 18
 
 
 def test_release_and_sweep_make_several(model: Model, tmp_path: Path) -> None:

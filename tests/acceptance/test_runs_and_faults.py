@@ -193,7 +193,7 @@ def test_progress_is_told_to_programs(model: Model, start: Start, tmp_path: Path
     shares = [line["progress"] for line in lines if "progress" in line]
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] == 1
-    assert json.loads(run.out)["schema"] == "quantforge.quantize/1"
+    assert json.loads(run.out)["schema"] == "quantforge.quantize/2"
     quiet = command("quantize", model("llama"), GPTQ, "-o", tmp_path / "quiet", "--quiet")
     assert quiet.err == ""
 

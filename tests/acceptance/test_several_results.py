@@ -73,7 +73,7 @@ def test_a_release_is_laid_out_to_be_published(released: tuple[Path, Path, Any])
     assert listed == {*digests(out)} - {"SHA256SUMS"}
     assert subprocess.run(["sh", "-n", "upload.sh"], cwd=out, check=False).returncode == 0
     assert "hf upload" in (out / "upload.sh").read_text()
-    figures = {row["name"]: row["figures"]["kl_mean"] for row in found["variants"]}
+    figures = {row["name"]: row["metrics"]["kl_mean"] for row in found["variants"]}
     assert figures["int4"] > figures["q8"] > 0
     report = json.loads((out / "evaluation.json").read_text())
     assert len(report["models"]) == 3
@@ -220,7 +220,7 @@ def test_a_size_is_shared_out_by_what_errors_cost(model: Model, make: Make, tmp_
     }
     assert tomllib.loads(recipe.read_text())["rule"]
     uniform = {row["scheme"]: row for row in found["uniform"]}
-    assert uniform["int3:g128:sym"]["nats"] > found["nats"]
+    assert uniform["int3:g128:sym"]["kl_nats"] > found["kl_nats"]
     planned = document("plan", model("llama"), "--recipe", recipe)
     assert planned["output_bytes"] == found["bytes"]
     refusal(4, "allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)  # it is there

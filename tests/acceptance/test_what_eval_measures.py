@@ -89,7 +89,7 @@ def test_all_formats_are_scored_alike(model: Model, make: Make, rounded: Path) -
     rows = document("eval", model("llama"), rounded, *others, EVALUATION)["models"][1:]
     assert [row["format"] for row in rows] == ["compressed-tensors", "gguf", "gptq", "mlx"]
     assert all(row["kl_mean"] == pytest.approx(rows[0]["kl_mean"], rel=1e-3) for row in rows)
-    assert all(row["held_bytes"] < 0.6 * rows[0]["weight_bytes"] * 16 / 4 for row in rows)
+    assert all(row["resident_bytes"] < 0.6 * rows[0]["weight_bytes"] * 16 / 4 for row in rows)
 
 
 def test_the_table_says_what_the_document_says(model: Model, rounded: Path, text: Path) -> None:
@@ -173,7 +173,7 @@ def test_answers_of_the_reference_are_scored_too(
     made = row["generated"]
     assert made["kl_mean"] > 0
     assert len(made["answers"]) == 2
-    assert 0 <= made["parted"] <= 2
+    assert 0 <= made["diverged_answers"] <= 2
 
 
 def test_what_a_cache_costs(model: Model, rounded: Path) -> None:

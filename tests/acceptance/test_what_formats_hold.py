@@ -319,7 +319,7 @@ def test_importance_comes_from_a_file(model: Model, make: Make, tmp_path: Path) 
     words = ("--method rtn --type Q4_K_M --imatrix", file)
     document("quantize", model("wide"), words, ROWS, "-o", tmp_path / "x.gguf")
     assert gguf_key(file, "general.type") == "imatrix"
-    assert document("inspect", file)["schema"] == "quantforge.inspect/1"
+    assert document("inspect", file)["schema"] == "quantforge.inspect/2"
     document("quantize", model("wide"), words, "-o", tmp_path / "y.gguf")
     plain = make("export", "wide", "--type Q4_K_M").path
     found = [

@@ -43,7 +43,7 @@ def test_a_family_is_quantized_whole(
 ) -> None:
     """All linears of the blocks have codes, the result is sound, and transformers loads its decoded weights."""
     made = make("quantize", family, words)
-    assert made.document["block_share_quantized"] > 0.99
+    assert made.document["quantized_share_in_blocks"] > 0.99
     report = document("verify", made.path, "--source", model(family))
     assert report["ok"] is True, report["findings"]
     (_, row) = document("eval", model(family), made.path, EVALUATION)["models"]

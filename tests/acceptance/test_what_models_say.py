@@ -95,7 +95,7 @@ def test_tokens_are_banned_and_texts_end_an_answer(result: Path) -> None:
     assert banned["tokens"][0] != plain["tokens"][0]
     text = plain["text"].strip()[2:4]
     stopped = answer(result, "--max-tokens 16 --stop", text)
-    assert (stopped["stopped"], stopped["choices"][0]["stop"]) == ("stop", text)
+    assert (stopped["finish_reason"], stopped["choices"][0]["stop_sequence"]) == ("stop", text)
     assert plain["text"].startswith(stopped["text"])
     assert text not in stopped["text"]
     included = answer(result, "--max-tokens 16 --stop", text, "--include-stop")
@@ -132,7 +132,7 @@ def test_others_answer_too_and_a_prompt_may_be_piped(model: Model, result: Path)
 def test_a_chat_model_sees_the_template(result: Path) -> None:
     chat = document("generate", result, "Explain json.", "--max-tokens 4")["answers"][0]
     raw = document("generate", result, "Explain json.", "--max-tokens 4 --raw")["answers"][0]
-    assert (chat["templated"], raw["templated"]) == (True, False)
+    assert (chat["chat_template"], raw["chat_template"]) == (True, False)
     assert chat["prompt_tokens"] > raw["prompt_tokens"]
 
 
@@ -149,7 +149,7 @@ def test_a_cache_in_fewer_bits_says_nearly_the_same(kind: str, result: Path) -> 
 @pytest.mark.parametrize("family", ["hybrid", "mixture", "gpt2"])
 def test_every_kind_of_family_generates(family: str, model: Model) -> None:
     found = document("generate", model(family), "the weights", "--raw --max-tokens 4")["answers"][0]
-    assert len(found["tokens"]) == 4 or found["stopped"] == "end"
+    assert len(found["tokens"]) == 4 or found["finish_reason"] == "end"
 
 
 def test_what_has_no_meaning_is_refused(result: Path) -> None:
@@ -261,9 +261,9 @@ def test_bench_measures_a_server(server: Any, result: Path, tmp_path: Path) -> N
         "--slo ttft=60s,tpot=60s --price 2/h",
     )
     (row,) = document("bench", result, words)["rows"]
-    figures = row["figures"]
+    figures = row["metrics"]
     assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (4, 0, 12)
-    assert figures["kept"] == 1.0
+    assert figures["slo_attainment"] == 1.0
     assert figures["cost"] > 0
 
 

@@ -30,10 +30,10 @@ def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert result.code == 0, result.err
     found = json.loads(result.out)
-    assert found["schema"] == "quantforge.bench/1"
+    assert found["schema"] == "quantforge.bench/2"
     (row,) = found["rows"]
-    figures = row["figures"]
-    assert (figures["requests"], figures["failed"], figures["kept"]) == (6, 0, 1.0)
+    figures = row["metrics"]
+    assert (figures["requests"], figures["failed"], figures["slo_attainment"]) == (6, 0, 1.0)
     assert 18 <= figures["new_tokens"] <= 36
     assert row["engine"]["new_tokens"] == figures["new_tokens"]
     assert 0 < figures["ttft"]["50"] <= figures["ttft"]["99"]

@@ -134,7 +134,7 @@ def test_what_another_container_cannot_hold_is_no_difference(tmp_path, capsys):
         assert "tokenizer.json" in ended.out
         assert "differs:" not in ended.out
         told = json.loads(command(capsys, "diff", *pair, "--json").out)
-        assert {"tokenizer.json", "tokenizer_config.json"} <= {*told["files_uncompared"]}
+        assert {"tokenizer.json", "tokenizer_config.json"} <= {*told["files_not_compared"]}
         assert (told["equal"], told["files"]) == (True, [])
     (model / "chat_template.jinja").write_text("{{ messages }}")
     command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "t.gguf")

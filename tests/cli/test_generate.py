@@ -177,10 +177,10 @@ def test_standard_input_is_the_prompt(capsys, monkeypatch: pytest.MonkeyPatch) -
         return command(capsys, "generate", DEMO, "--max-tokens", "4", "--json")
 
     found = json.loads(piped(b"Explain json.\n").out)
-    assert found["schema"] == "quantforge.generate/1"
+    assert found["schema"] == "quantforge.generate/2"
     assert found["prompt"] == "Explain json."
     (answer,) = found["answers"]
-    assert answer["templated"]
+    assert answer["chat_template"]
     assert len(answer["tokens"]) == 4
     assert piped(b"\n").code == 2
     assert piped(b"\xff").code == 3

@@ -324,7 +324,7 @@ def test_a_dry_run_is_the_plan_and_writes_nothing(
     assert shown.code == 0, shown.err
     assert not leftovers(out) - {"made"}
     document = json.loads(shown.out)
-    assert document["schema"] == "quantforge.plan/1"
+    assert document["schema"] == "quantforge.plan/2"
     if arguments[0] == "quantize":
         assert shown.out == command(capsys, "plan", *words[1:], "--json", "-o", out).out
     assert "engine" in command(capsys, *words, "--dry-run", "-o", out).out

@@ -185,7 +185,7 @@ def test_machines_get_json_alone(model, made, capsys):
     assert reports[-1]["progress"] == 1
     (note,) = [line["note"] for line in lines if "note" in line]
     assert re.match(r"the text gives \d+ windows of 32 tokens \(at most 5000", note)
-    assert json.loads(told.out)["protocol"]["windows_asked"] == 5000
+    assert json.loads(told.out)["protocol"]["windows_requested"] == 5000
     failed = command(capsys, "eval", model, "./absent", "--json-progress")
     assert "absent" in json.loads(failed.err.splitlines()[-1])["error"]["message"]
 

@@ -39,9 +39,9 @@ def row(name, scheme, nbytes, bits, **figures):
     return dict.fromkeys(FIGURES) | {
         "path": f"models/{name}", "format": "gguf" if "_" in scheme else "compressed-tensors", "scheme": scheme,
         "weight_bytes": nbytes, "bits_per_weight": bits, "bits_per_weight_total": bits + 1, "kv_cache": "none",
-        "read_bytes_per_token": nbytes, "held_bytes": nbytes, "kernels": {"llvm-int": 0.75, "dense": 0.25},
+        "read_bytes_per_token": nbytes, "resident_bytes": nbytes, "kernels": {"llvm-int": 0.75, "dense": 0.25},
         "peak_bytes": 9 * nbytes, "ttft_seconds": 0.0525, "prefill_tokens_per_second": 4878.1, "decoder": "own",
-        "ttft_by_prompt": {"32": 0.0322, "256": 0.0525}, "kv_bytes_per_token": 2048, "bandwidth_use": 2.83,
+        "ttft_by_prompt": {"32": 0.0322, "256": 0.0525}, "kv_bytes_per_token": 2048, "bandwidth_utilization": 2.83,
         "decode_by_batch": {"1": 0, "4": 5898.1, "16": 409.2}, "events": [], **figures,
     }  # fmt: skip
 
@@ -215,7 +215,7 @@ def test_what_is_too_wide_is_broken_where_words_end():
 
 def test_what_a_table_leaves_out_is_named_with_the_option_that_shows_it(found, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    answers = {"kl_mean": 0.1, "kl_se": 0.01, "same_tokens": 9.0, "length_ratio": 1.0}
+    answers = {"kl_mean": 0.1, "kl_se": 0.01, "tokens_before_divergence": 9.0, "length_ratio": 1.0}
     rows = tuple({**row, "generated": answers} for row in found.rows)
     show_tables(Console(), replace(found, rows=rows), wide=False)
     told = " ".join(capsys.readouterr().out.split())
@@ -251,11 +251,11 @@ def test_the_divergence_stays_longest(found, monkeypatch, capsys):
 
 def test_what_was_measured_of_answers_is_told(found, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    compared = {"kl_mean": 0.1, "kl_se": 0.01, "same_tokens": 9.0, "length_ratio": 1.0}
+    compared = {"kl_mean": 0.1, "kl_se": 0.01, "tokens_before_divergence": 9.0, "length_ratio": 1.0}
     own = {
         "answers": [
-            {"text": "a", "tokens": 100, "ended": True},
-            {"text": "b", "tokens": 28, "ended": False},
+            {"text": "a", "tokens": 100, "finished": True},
+            {"text": "b", "tokens": 28, "finished": False},
         ]
     }
     first, *others = found.rows

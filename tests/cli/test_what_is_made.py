@@ -92,7 +92,7 @@ def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
     again = command(capsys, *typed)
     assert (again.code, "exists" in again.err) == (4, True)
     moved = command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
-    assert json.loads(moved.out)["out"] == f"{model.name}-Q4_0.gguf"
+    assert json.loads(moved.out)["path"] == f"{model.name}-Q4_0.gguf"
     assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
 
 

@@ -56,10 +56,10 @@ def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
     with processes.worker_processes(3, said.append) as failed:
         assert failed == []
     assert [one["exit_code"] for one in failed] == [2, 2]
-    assert all("no-such-verb" in one["said"] for one in failed)
+    assert all("no-such-verb" in one["stderr"] for one in failed)
     first, *why = said[0].splitlines()
     assert first == "2 of 3 processes failed (exit code 2, 2); others did their part"
-    assert why == failed[0]["said"].splitlines()  # once, though both said it
+    assert why == failed[0]["stderr"].splitlines()  # once, though both said it
     assert capfd.readouterr() == ("", "")
 
 
@@ -87,7 +87,7 @@ def test_documents_tell_which_further_processes_failed(
     ran = command(capsys, verb, *own, "-o", tmp_path / "out", "--jobs", "2", "--json")
     assert ran.code == 0
     assert json.loads(ran.out)["failed_processes"] == [
-        {"exit_code": 1, "said": "error: memory is full"}
+        {"exit_code": 1, "stderr": "error: memory is full"}
     ]
 
 

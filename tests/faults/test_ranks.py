@@ -99,7 +99,7 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
     again = [rank(words, place, number) for number in range(3)]
     assert [ended(child) for child in again] == [0, 0, 0]
     said = [place.joinpath(f"out-{number}").read_text() for number in range(3)]
-    assert [text.count("quantforge.quantize/1") for text in said] == [1, 0, 0]
+    assert [text.count("quantforge.quantize/2") for text in said] == [1, 0, 0]
     shutil.rmtree(place)
     assert tree(out) == tree(out.with_name("m"))
     assert leftovers(out) == {"out"}

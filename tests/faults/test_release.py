@@ -78,7 +78,7 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
     )
     assert command(capsys, "release", spec, "-o", killed, "--json").code == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    figures = json.loads((killed / "release.json").read_text())["evaluation"]["figures"]
+    figures = json.loads((killed / "release.json").read_text())["evaluation"]["metrics"]
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
 
 

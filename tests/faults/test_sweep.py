@@ -198,7 +198,7 @@ def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsy
     ended = command(capsys, *asked, *rows, "--report", "s.md", "--json")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
-    assert found["schema"] == "quantforge.sweep/1"
+    assert found["schema"] == "quantforge.sweep/2"
     assert [*found["results"]] == ["bits4-rtn"]
     assert (tmp_path / f"{model.name}-sweep/bits4-rtn/config.json").is_file()
     assert "bits4-rtn" in (tmp_path / "s.md").read_text()

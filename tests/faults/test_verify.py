@@ -552,7 +552,7 @@ def test_no_configuration_breaks_it(base, made, tmp_path):
                 node = node[key]
             node[place[-1]] = value
             (model / CONFIG).write_text(json.dumps(changed))
-            assert look(model).document()["schema"] == "quantforge.verify/1"
+            assert look(model).document()["schema"] == "quantforge.verify/2"
 
 
 @pytest.mark.parametrize(
@@ -695,7 +695,7 @@ def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
     found = json.loads(ended.out)
     assert (sound.code, ended.code) == (0, 5)
     assert (json.loads(sound.out)["ok"], found["ok"]) == (True, False)
-    assert found["schema"] == "quantforge.verify/1"
+    assert found["schema"] == "quantforge.verify/2"
     assert found["findings"][0]["where"] == "notes.txt"
     assert found["skipped"]["noise"].startswith("no source")
 

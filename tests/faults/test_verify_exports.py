@@ -41,7 +41,7 @@ def test_scales_that_are_repeated_are_judged_as_the_one_that_they_were(
     source = tiny("llama-wide")
     report = look(exported(source, tmp_path, scheme, form), source)
     assert report.findings == []
-    assert max(row["over_rounding"] for row in report.tensors) < 2
+    assert max(row["error_vs_rtn"] for row in report.tensors) < 2
 
 
 def test_groups_that_were_split_are_judged_as_they_were_rounded(tiny, tmp_path):

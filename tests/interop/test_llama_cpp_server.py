@@ -50,12 +50,12 @@ def test_requests_are_served_in_their_length(url: str, capsys: pytest.CaptureFix
     result = command(capsys, "bench", DEMO, "--url", url, *SMALL, "--json")
     assert result.code == 0, result.err + result.out
     (row,) = json.loads(result.out)["rows"]
-    figures = row["figures"]
+    figures = row["metrics"]
     assert (row["name"], figures["requests"], figures["failed"]) == (url, 5, 0)
     own = command(capsys, "bench", DEMO, *SMALL, "--json")
     (here,) = json.loads(own.out)["rows"]
     for count in ("prompt_tokens", "new_tokens"):
-        assert figures[count] == here["figures"][count]
+        assert figures[count] == here["metrics"][count]
     assert 0 < figures["ttft"]["50"] <= figures["ttft"]["99"]
 
 

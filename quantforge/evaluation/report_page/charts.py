@@ -327,7 +327,7 @@ def front_chart(rows: Sequence[Row], verdict: Verdict) -> Chart | None:
             "kl": row["kl_mean"],
             "low": max(row["kl_mean"] - (row["kl_se"] or 0), row["kl_mean"] / 10),
             "high": row["kl_mean"] + (row["kl_se"] or 0),
-            "front": index in verdict.front,
+            "front": index in verdict.pareto_front,
         }
         for index, row in enumerate(rows)
         if (row["kl_mean"] or 0) > 0

@@ -228,7 +228,7 @@ def _speed_charts(named_rows: Sequence[tuple[str, Any]]) -> Iterator[Chart]:
         note = "More is better: of all sequences that are decoded together."
         yield series_chart("Tokens per second", note, "sequences at once", speeds)
     memory = {
-        name: {"weights in memory": row["held_bytes"] / 1e6, "peak": row["peak_bytes"] / 1e6}
+        name: {"weights in memory": row["resident_bytes"] / 1e6, "peak": row["peak_bytes"] / 1e6}
         for name, row in named_rows
         if row["peak_bytes"]
     }
@@ -317,9 +317,9 @@ def answers_by_prompt(
 
 def _shown_answer(name: str, answer: Row, reference: Row) -> ShownAnswer:
     """Prepare the answer of a model for display, with its differences from the reference's answer marked."""
-    about = f"{answer['tokens']} tokens" + ("" if answer["ended"] else ", cut there")
-    if "parts_at" in answer:
-        difference = answer["parts_at"]
+    about = f"{answer['tokens']} tokens" + ("" if answer["finished"] else ", cut there")
+    if "diverges_at" in answer:
+        difference = answer["diverges_at"]
         about += (
             ", the same as the reference's" if difference is None else f", parts after {difference}"
         )

@@ -31,10 +31,10 @@ from quantforge_kernels.cpu import instruction_sets
 from tests.evaluations import TEXT, compared, options, windows_of
 
 KEYS = {
-    "path", "format", "scheme", "bits_per_weight", "weight_bytes", "held_bytes", "read_bytes_per_token",
+    "path", "format", "scheme", "bits_per_weight", "weight_bytes", "resident_bytes", "read_bytes_per_token",
     "perplexity", "perplexity_se",
     "nll", "kl_mean", "kl_p99", "top1_agreement", "peak_bytes", "prefill_tokens_per_second",
-    "decode_tokens_per_second", "ttft_seconds", "tpot_seconds", "bandwidth_use", "kernels",
+    "decode_tokens_per_second", "ttft_seconds", "tpot_seconds", "bandwidth_utilization", "kernels",
     "events",
 }  # fmt: skip
 
@@ -230,7 +230,7 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
 
 def test_the_document_has_the_keys_of_the_schema(found):
     document = json.loads(report.render(found, "json"))
-    assert document["schema"] == "quantforge.eval/1"
+    assert document["schema"] == "quantforge.eval/2"
     assert set(document) == {
         "schema", "date", "versions", "protocol", "generated", "caches", "models", "verdict",
     }  # fmt: skip
@@ -241,7 +241,9 @@ def test_the_document_has_the_keys_of_the_schema(found):
     assert rounded["scheme"].startswith("int3:g32:sym")
     assert rounded["bits_per_weight"] == pytest.approx(3.5, abs=0.2)
     assert rounded["weight_bytes"] < reference["weight_bytes"]
-    assert rounded["read_bytes_per_token"] <= rounded["held_bytes"] < reference["held_bytes"]
+    assert (
+        rounded["read_bytes_per_token"] <= rounded["resident_bytes"] < reference["resident_bytes"]
+    )
 
 
 def test_speed_and_memory_are_measured(found):
@@ -254,7 +256,7 @@ def test_speed_and_memory_are_measured(found):
         # 3 layers, keys and values, 2 heads of 16 channels in bfloat16
         assert row["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 2
         assert row["decode_tokens_per_second"] == pytest.approx(1 / row["tpot_seconds"])
-        assert 0 < row["bandwidth_use"] < 1
+        assert 0 < row["bandwidth_utilization"] < 1
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
         assert sum(row["kernels"].values()) == pytest.approx(1)
 
@@ -263,7 +265,7 @@ def test_without_speed_and_with_one_window_figures_are_absent(tiny):
     row = compared(tiny("llama-tied"), [], options(windows=1)).rows[0]
     assert row["perplexity"] > 1
     assert row["perplexity_se"] is None
-    assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_use"] is None
+    assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_utilization"] is None
 
 
 def test_one_model_at_a_time(tiny, rounded, monkeypatch):

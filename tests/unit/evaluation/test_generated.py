@@ -38,7 +38,7 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
     source, rounded = models
     _, itself, row = compared(source, [source, rounded], options(prompts=ASKED)).rows
     assert itself["generated"]["kl_mean"] == 0
-    assert itself["generated"]["parted"] == 0
+    assert itself["generated"]["diverged_answers"] == 0
     assert itself["generated"]["length_ratio"] == 1
 
     reference, model = load(source).model, load(rounded).model
@@ -70,8 +70,8 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
     found = row["generated"]
     assert found["kl_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
     assert [answer["text"] for answer in found["answers"]] == texts
-    assert [answer["parts_at"] for answer in found["answers"]] == first
-    assert found["parted"] == sum(point is not None for point in first) > 0
+    assert [answer["diverges_at"] for answer in found["answers"]] == first
+    assert found["diverged_answers"] == sum(point is not None for point in first) > 0
 
 
 def test_answers_that_part_are_told_from_those_that_end_early():
@@ -85,8 +85,8 @@ def test_answers_that_part_are_told_from_those_that_end_early():
     )
     assert found["kl_mean"] == pytest.approx(0.3)
     assert found["top1_agreement"] == 0.75
-    assert found["parted"] == 1
-    assert found["same_tokens"] == (2 + 1) / 2
+    assert found["diverged_answers"] == 1
+    assert found["tokens_before_divergence"] == (2 + 1) / 2
     assert found["length_ratio"] == 6 / 4
 
 

@@ -54,14 +54,14 @@ def row(index: int) -> dict[str, Any]:
         "kl_median": kl / 2, "kl_p99": 4 * kl, "kl_quantiles": {str(q): kl * (0.1 + q) for q in QUANTILES},
         "top1_agreement": 1 - kl, "block_errors": [kl * (1 + block % 3) for block in range(40)],
     }  # fmt: skip
-    answer = {"text": TEXTS[index], "tokens": 4, "ended": index == 2}
-    against = {"kl_mean": kl, "parts_at": 2 if index % 2 else None, "length_ratio": 1.0}
+    answer = {"text": TEXTS[index], "tokens": 4, "finished": index == 2}
+    against = {"kl_mean": kl, "diverges_at": 2 if index % 2 else None, "length_ratio": 1.0}
     summary = {
         "kl_mean": kl,
         "kl_se": None,
         "top1_agreement": 0.9,
-        "parted": 1,
-        "same_tokens": 2.0,
+        "diverged_answers": 1,
+        "tokens_before_divergence": 2.0,
         "length_ratio": 1.0,
     }
     made = {
@@ -73,14 +73,14 @@ def row(index: int) -> dict[str, Any]:
     return {
         "path": NAMES[index], "format": "plain" if index == 0 else "compressed-tensors", "scheme": "int4:g128:sym:bf16",
         "bits_per_weight": 4.125, "bits_per_weight_total": 5.0, "weight_bytes": 4_000_000 + 100_000 * (index % 3),
-        "held_bytes": 4_000_000, "read_bytes_per_token": 4_000_000, "kv_cache": "none",
+        "resident_bytes": 4_000_000, "read_bytes_per_token": 4_000_000, "kv_cache": "none",
         "kernels": {"llvm-int": 0.75, "dense": 0.25}, "made_by": made if index else None,
         "events": [{"kind": "substitution", "where": "lm_head", "detail": "kept"}] if index == 2 else [],
         "perplexity": 10.0 + index, "perplexity_se": 0.5, "nll": 2.3,
         **(compared if index else dict.fromkeys(compared)),
         "generated": {"answers": [answer]} if index == 0 else {**summary, "answers": [answer | against]},
         "peak_bytes": 60_000_000, "prefill_tokens_per_second": 4000.0, "decode_tokens_per_second": 1000.0 + index,
-        "ttft_seconds": 0.05, "tpot_seconds": 0.001, "tpot_spread": 0.1, "bandwidth_use": 0.5,
+        "ttft_seconds": 0.05, "tpot_seconds": 0.001, "tpot_spread": 0.1, "bandwidth_utilization": 0.5,
         "llama_cpp_perplexity": None, "decoder": "own", "ttft_by_prompt": {"32": 0.01, "128": 0.05},
         "decode_by_batch": {"1": 1000.0, "4": 3000.0, "16": 9000.0}, "kv_bytes_per_token": 2048,
         "processor_share": 0.99,

@@ -107,7 +107,7 @@ def test_figures_by_hand():
     assert found.tokens_per_second == 6 / 5
     assert found.requests_per_second == 3 / 5
     assert found.goodput == 2 / 5  # the third waited too long for its first token
-    assert found.kept == 2 / 4
+    assert found.slo_attainment == 2 / 4
     assert found.cost == pytest.approx(3.6 / (1.2 * 3600) * 1e6)
     assert found.errors == {"status 500": 1}
 

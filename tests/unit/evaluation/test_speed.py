@@ -36,7 +36,7 @@ def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
     measured = speed.measure_speed(loaded, prompt, 1e9)
     assert len(times) == 1 + 3 * speed.MIN_STEPS  # one prompt, three sizes of a batch
     read = loaded.read_bytes + measured["kv_bytes_per_token"] * (12 + speed.NEW_TOKENS // 2)
-    assert measured["bandwidth_use"] == pytest.approx(read / measured["tpot_seconds"] / 1e9)
+    assert measured["bandwidth_utilization"] == pytest.approx(read / measured["tpot_seconds"] / 1e9)
     assert measured["decode_tokens_per_second"] == pytest.approx(1 / measured["tpot_seconds"])
     pace = median(times[-speed.MIN_STEPS :])  # of the largest batch, which comes last
     assert measured["decode_by_batch"]["16"] == pytest.approx(16 / pace)

@@ -156,7 +156,7 @@ def test_speeds_that_other_programs_slowed_down_are_not_compared(monkeypatch):
 
 TIMED = dict.fromkeys((
     "decode_by_batch", "prefill_tokens_per_second", "ttft_seconds", "ttft_by_prompt", "peak_bytes",
-    "read_bytes_per_token", "kv_bytes_per_token", "bandwidth_use", "decoder",
+    "read_bytes_per_token", "kv_bytes_per_token", "bandwidth_utilization", "decoder",
 )) | {"kernels": {}}  # fmt: skip
 
 

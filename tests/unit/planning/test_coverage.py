@@ -74,9 +74,9 @@ def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
     shown = command(capsys, "plan", model, "--scheme", "int4:g32")
     assert "coverage         24.9%" in shown.out
     document = json.loads(command(capsys, "plan", model, "--scheme", "int4:g32", "--json").out)
-    assert document["block_share_quantized"] == pytest.approx(0.249, abs=1e-3)
+    assert document["quantized_share_in_blocks"] == pytest.approx(0.249, abs=1e-3)
     assert (
-        document["kept_in_blocks"]["model.layers.*.mlp.experts.down_proj"]
+        document["unquantized_in_blocks"]["model.layers.*.mlp.experts.down_proj"]
         == 2 * EXPERTS * H * H * 2
     )
     strict = command(
@@ -147,7 +147,7 @@ def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, 
             capsys, "export", tmp_path / "a", "--format", "awq", "-o", tmp_path / "c", "--json"
         ).out
     )
-    assert document["block_share_quantized"] == pytest.approx(0.25)
+    assert document["quantized_share_in_blocks"] == pytest.approx(0.25)
     assert [event["kind"] for event in document["events"]] == ["low-coverage"]
     strict = command(
         capsys, "export", tmp_path / "a", "--format", "gptq", "--strict", "-o", tmp_path / "d"
