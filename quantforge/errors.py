@@ -26,7 +26,7 @@ class Fault(StrEnum):
     UNREADABLE = "unreadable"
     NOT_FINITE = "not-finite"
     SCALE = "scale"
-    ZERO = "zero-convention"
+    ZERO = "zero-points"
 
 
 class QuantForgeError(Exception):

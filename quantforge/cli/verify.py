@@ -28,7 +28,7 @@ ADVICE = {
     "not-finite": "numbers overflowed or the file is damaged: make it again",
 }
 ADVICE_WITH_SOURCE = dict.fromkeys(
-    ("kept-changed", "noise", "groups", "swapped"),
+    ("unquantized-changed", "quantization-error", "group-error", "swapped-tensors"),
     "is --source the model that it was made from? A model that was quantized twice looks like this too",
 )
 

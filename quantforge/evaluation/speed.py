@@ -5,8 +5,8 @@ At batch size 1 a token costs at least the time to read every weight, and the ca
     tokens/s <= bandwidth / bytes read per token
 
 (the decode roofline). ``bandwidth_utilization`` is the fraction of this limit that was reached, relative to the
-read bandwidth measured just before with the same threads. A small model fits into the CPU cache and spends its time elsewhere, so the
-fraction says little about it. Prefill is compute-bound; larger batches lie between the two.
+read bandwidth measured just before with the same threads. A small model fits into the CPU cache and spends its time
+elsewhere, so the fraction says little about it. Prefill is compute-bound; larger batches lie between the two.
 
 Families supported by QuantForge's decoder run in it, with a paged KV cache and on a GPU as one CUDA graph per step;
 others run in transformers, and their speeds are only comparable with each other. ``decoder`` records which one was

@@ -39,6 +39,7 @@ QUANTIZABLE = ("F32", "F16", "BF16")  # dtypes of source tensors
 AnyScheme = TypeVar("AnyScheme")  # how a format names a scheme: a `LayerScheme`, or a ggml type
 _BLOCK_ROLES = frozenset({Role.LINEAR})
 _OUTER_ROLES = frozenset({Role.HEAD, Role.EMBEDDING})
+_OPTIONS = {Role.HEAD: "--lm-head", Role.EMBEDDING: "--embedding"}
 _UNQUANTIZED_ROLES = frozenset({Role.FOREIGN, Role.OTHER})  # an ignore pattern may match them
 _NEVER_QUANTIZED = "routers and experts that are stored as one tensor stay as they are"
 
@@ -248,8 +249,8 @@ class SchemeChooser(Generic[AnyScheme]):
         for role, text in self._outer_schemes.items():
             if text not in {"", KEEP} and role not in roles:
                 raise InputError(
-                    f"--{role.value} {text}: the model has no {role.value} that could be told by its name",
-                    f"drop --{role.value}",
+                    f"{_OPTIONS[role]} {text}: the model has no {role.value} that could be told by its name",
+                    f"drop {_OPTIONS[role]}",
                 )
         self._linear_weights = sum(
             math.prod(tensor.header.shape) for tensor in tensors if tensor.role is Role.LINEAR
@@ -297,7 +298,7 @@ class SchemeChooser(Generic[AnyScheme]):
         if (ruled := self._rule_request(tensor)) is not None or not wanted:
             return ruled
         scheme = None if wanted == KEEP else parse_layer(wanted)
-        return RequestedScheme(scheme, f"--{tensor.role.value} {wanted}")
+        return RequestedScheme(scheme, f"{_OPTIONS[tensor.role]} {wanted}")
 
     def _scheme_for(
         self, tensor: MatchedTensor, choice: RequestedScheme | None

@@ -21,32 +21,32 @@ CHECKS: Mapping[str, str] = {
     "incomplete": "every tensor of the model is there once, in the right shape",
     "nothing-quantized": "if the configuration declares a quantization, something is quantized",
     "ignore-list": "the configuration lists exactly the layers that are left unquantized",
-    "siblings": "layers that engines load as one matrix (q, k and v; gate and up) have one scheme",
+    "fused-layers": "layers that engines load as one matrix (q, k and v; gate and up) have one scheme",
     "vocabulary": "every token has a row in the embedding",
     "settings": "configuration, tokenizer and generation settings agree with each other",
-    "foreign": "no extra file is there that a loader would read or run",
+    "unexpected-files": "no extra file is there that a loader would read or run",
     "source": "the source named with --source is the one that the manifest records",
     "configuration": "the configuration means the same as that of the source",
-    "keys": "the keys of a GGUF file follow from the source",
+    "gguf-keys": "the keys of a GGUF file follow from the source",
     "side-files": "tokenizer, chat template, generation settings and licenses are those of the source",
     "not-finite": "every stored number is finite",
     "scale": "every scale is present, finite and plausible",
-    "zero-convention": "zero points are stored as the configuration declares",
-    "kept-changed": "tensors that are not quantized equal those of the source",
-    "fold": "a factor that was folded out of one tensor was folded into its partner",
-    "noise": "a quantized tensor loses no more than rounding to its scheme costs",
-    "groups": "no group, row or column of a quantized tensor is further off than rounding explains",
-    "swapped": "every tensor holds its own weights, in their order",
+    "zero-points": "zero points are stored as the configuration declares",
+    "unquantized-changed": "tensors that are not quantized equal those of the source",
+    "scale-fold": "a factor that was folded out of one tensor was folded into its partner",
+    "quantization-error": "a quantized tensor loses no more than rounding to its scheme costs",
+    "group-error": "no group, row or column of a quantized tensor is further off than rounding explains",
+    "swapped-tensors": "every tensor holds its own weights, in their order",
     "logits": "a forward pass gives finite logits, close to those of the source",
     "engine": "the engine named with --for loads the files",
 }
 FILE_CHECKS = ("manifest", "signature")  # need no format to be read
-COMPARED = ("source", "configuration", "keys", "side-files", "fold", "noise")  # need a source
+COMPARED = ("source", "configuration", "gguf-keys", "side-files", "scale-fold", "quantization-error")  # need a source
 # Checks that are made in part without a source, and what they still cover.
 WITHOUT_SOURCE: Mapping[str, str] = {
-    "kept-changed": "gains of a norm against those of the blocks beside it",
-    "groups": "rows and columns of one code",
-    "swapped": "codes and scales that two tensors share",
+    "unquantized-changed": "gains of a norm against those of the blocks beside it",
+    "group-error": "rows and columns of one code",
+    "swapped-tensors": "codes and scales that two tensors share",
 }
 
 
@@ -137,7 +137,7 @@ class Report:
     @property
     def structure_only(self) -> bool:
         """Return whether values were compared with nothing: there was no manifest, signature or source."""
-        return {"manifest", "signature", "noise"} <= self.skipped.keys()
+        return {"manifest", "signature", "quantization-error"} <= self.skipped.keys()
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the report as plain data (``quantforge.verify/2``)."""

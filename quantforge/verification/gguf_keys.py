@@ -99,7 +99,7 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> 
     """Report keys of a GGUF file that contradict the source, and check the vision tower file next to it."""
     checkpoint = artifact.checkpoint
     if report.path.is_dir():
-        report.skip("only a GGUF file has them", "keys")
+        report.skip("only a GGUF file has them", "gguf-keys")
         return
     check_tower_file(report, source)
     if not isinstance(checkpoint, GgufCheckpoint):
@@ -108,11 +108,11 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> 
     try:
         expected, computed = expected_keys(file, source)
     except (InputError, RefusedError) as error:
-        report.skip(f"the keys cannot be derived from the source: {error.message}", "keys")
+        report.skip(f"the keys cannot be derived from the source: {error.message}", "gguf-keys")
         return
     keys = {key: value.value for key, value in file.metadata.items()}
     for text, severity in key_differences(keys, expected):
-        report.add("keys", name, text, severity)
+        report.add("gguf-keys", name, text, severity)
     if computed is not None:
         _check_frequencies(report, file, computed)
 
@@ -224,7 +224,7 @@ def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -
             math.isclose(a, b, rel_tol=1e-5) for a, b in zip(values, expected_values, strict=False)
         )
         if len(values) != len(expected_values) or not all(close):
-            report.add("keys", name, "differs from the source's rotary embedding")
+            report.add("gguf-keys", name, "differs from the source's rotary embedding")
 
 
 def check_tower_file(report: Report, source: SourceModel) -> None:
@@ -238,7 +238,7 @@ def check_tower_file(report: Report, source: SourceModel) -> None:
         for name, value in expected.values(source.checkpoint):
             entry = file.tensors.get(name)
             if entry and not torch.equal(read_tensor(entry.raw()).to(value.dtype), value):
-                report.add("kept-changed", tower_path.name, f"{name} differs from the source's")
+                report.add("unquantized-changed", tower_path.name, f"{name} differs from the source's")
     except (InputError, RefusedError) as error:
         report.add(
             "unreadable", tower_path.name, f"cannot be compared with the source: {error.message}"
@@ -252,4 +252,4 @@ def check_tower_file(report: Report, source: SourceModel) -> None:
         for keys in (file.metadata, expected.keys)
     )
     for text, severity in key_differences(keys_of_file, expected_keys_of_file):
-        report.add("keys", tower_path.name, text, severity)
+        report.add("gguf-keys", tower_path.name, text, severity)

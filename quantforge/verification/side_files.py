@@ -603,7 +603,7 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
     """Report every file that a loader reads and that belongs neither to the model nor to the source."""
     root = report.path
     if not root.is_dir():
-        report.skip("only in directories", "foreign")
+        report.skip("only in directories", "unexpected-files")
         return
     source_directory = (
         source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
@@ -627,19 +627,19 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
         if source_directory is None:
             if row.severity_without_source:
                 report.add(
-                    "foreign",
+                    "unexpected-files",
                     name,
                     f"{row.effect}; it is not part of this model",
                     row.severity_without_source,
                 )
         elif not (source_directory / name).is_file():
-            report.add("foreign", name, f"{row.effect}; the source has no such file")
+            report.add("unexpected-files", name, f"{row.effect}; the source has no such file")
         elif name.endswith("processor_config.json") or name == "chat_template.json":
             continue  # compared by `side_files`
         elif not _files_equal(root, source_directory, name):
-            report.add("foreign", name, f"{row.effect}; it differs from the source's")
+            report.add("unexpected-files", name, f"{row.effect}; it differs from the source's")
         elif row.severity_without_source is Severity.ERROR:
-            report.warn("foreign", name, f"{row.effect}; it is the source's, not quantized")
+            report.warn("unexpected-files", name, f"{row.effect}; it is the source's, not quantized")
 
 
 def find_loaded_file(name: str) -> LoadedFile | None:

@@ -108,7 +108,7 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
     Transformers does not join them, other engines do.
     """
     if not artifact.format.INFO.fuses_shared_inputs:
-        report.skip("engines of the format load every matrix separately", "siblings")
+        report.skip("engines of the format load every matrix separately", "fused-layers")
         return
     schemes: dict[str, dict[str, str]] = {}
     for tensor in artifact.model_layout.tensors:
@@ -121,7 +121,7 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
         if len(set(modules.values())) > 1:
             text = ", ".join(f"{name.rpartition('.')[2]} {word}" for name, word in modules.items())
             text = f"vLLM and others load these as one matrix and need one scheme: {text}"
-            report.add("siblings", next(iter(modules)), text, severity)
+            report.add("fused-layers", next(iter(modules)), text, severity)
 
 
 def _check_vocabulary(report: Report, artifact: Artifact) -> None:

@@ -163,7 +163,7 @@ class TensorChecks:
         self._report_unrelated()
         self._report_approximate()
         for name, text in gains_off_by_one(self._norm_gains) if self._source is None else ():
-            self._report.warn("kept-changed", name, text)
+            self._report.warn("unquantized-changed", name, text)
         self._forward_pass.check_logits()
         self._forward_pass.close()
 
@@ -251,7 +251,7 @@ class TensorChecks:
                 self._max_tuning,
             )
         for module, text in self._folded_scales.problems.items():
-            self._report.warn("fold", f"{module}.weight", text)
+            self._report.warn("scale-fold", f"{module}.weight", text)
         self.scaled_modules += [*self._folded_scales.norm_scales, *self._folded_scales.row_scales]
         for tensor in tensors:
             if tensor.header.name not in self._unreadable:
@@ -290,7 +290,7 @@ class TensorChecks:
             if other != layout.module and not self._are_similar(layout.module, other):
                 # Without a source, blocks may have been copied on purpose.
                 report = self._report.warn if self._source is None else self._report.add
-                report("swapped", layout.module, f"its {part} are those of {other}, bit for bit")
+                report("swapped-tensors", layout.module, f"its {part} are those of {other}, bit for bit")
 
     def _are_similar(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are similar, as in copied blocks, so that codes may be equal."""
@@ -311,12 +311,12 @@ class TensorChecks:
         target, layout = self._scaled_source_weight(tensor.name), self._artifact.layout(tensor)
         if target is None:
             if tensor.role is not Role.FOREIGN:
-                self._report.add("kept-changed", name, "the source has no such tensor")
+                self._report.add("unquantized-changed", name, "the source has no such tensor")
             return
         shape = layout.shape if layout else tensor.header.shape[:: -1 if tensor.transposed else 1]
         if tuple(shape) != tuple(target.shape):
             text = f"its shape is {list(shape)}, the source's is {list(target.shape)}"
-            self._report.add("kept-changed", name, text)
+            self._report.add("unquantized-changed", name, text)
             return
         quantized = self._quantized_tensor(tensor)
         if quantized is None:
@@ -357,16 +357,16 @@ class TensorChecks:
         )
         if rounded_to_nearest and not torch.equal(value, rounded_source_weight):
             text = "is not what rounding the source to nearest gives, which its manifest states"
-            self._report.add("noise", name, text)
+            self._report.add("quantization-error", name, text)
             return
         if (damage := find_damaged_part(target, value, quantized, error)) is not None:
             text, proven = damage
-            (self._report.add if proven else self._report.warn)("groups", name, text)
+            (self._report.add if proven else self._report.warn)("group-error", name, text)
             return
         if abs(error.shift) > OFF_BY_ONE_SHIFT:
             text = f"the median group is {error.shift:+.2f} steps of the grid off the source's"
             text += ": zero points or codes are off by one"
-            self._report.add("zero-convention", name, text)
+            self._report.add("zero-points", name, text)
             return
         limit_factor = (
             WITHOUT_INPUTS_FACTOR if inputs is None and tensor.role is Role.LINEAR else 1.0
@@ -377,13 +377,13 @@ class TensorChecks:
             and error.whole > MAX_TENSOR_ERROR
             and (reason := self._explain_matrix(tensor, value, target, error))
         ):
-            self._report.add("swapped", name, reason)
+            self._report.add("swapped-tensors", name, reason)
         elif texts and error.cosine < MIN_COSINE:
             self._unrelated.append(name)
         else:
             for text in texts:
                 self._report.warn(
-                    "noise" if error.whole > MAX_TENSOR_ERROR else "groups", name, text
+                    "quantization-error" if error.whole > MAX_TENSOR_ERROR else "group-error", name, text
                 )
 
     def _explain_matrix(
@@ -475,21 +475,21 @@ class TensorChecks:
                 tensor, value, lambda weight: _has_values_of(value, weight)
             )
         ) is not None:
-            self._report.add("swapped", name, f"holds the values of {other_tensor}")
+            self._report.add("swapped-tensors", name, f"holds the values of {other_tensor}")
         elif target.dim() == 1 and self._may_be_tuned(tensor, value, target):
             self.scaled_modules.append(module)
         elif 2 * wrong_count <= target.numel():
-            self._report.add("kept-changed", name, text)
+            self._report.add("unquantized-changed", name, text)
         elif target.dim() != 2:
-            self._report.warn("kept-changed", name, text)
+            self._report.warn("unquantized-changed", name, text)
         elif (cosine := _cosine(value.float(), target)) > MIN_MATCH_COSINE:
             self._approximate_matrices[name] = text
         elif (reason := _describe_rearrangement(value.float(), target)) is not None:
-            self._report.add("swapped", name, reason)
+            self._report.add("swapped-tensors", name, reason)
         elif cosine < MIN_COSINE:
             self._unrelated.append(name)
         else:
-            self._report.warn("kept-changed", name, text)
+            self._report.warn("unquantized-changed", name, text)
 
     def _may_be_tuned(self, tensor: MatchedTensor, value: Tensor, target: Tensor) -> bool:
         """Return whether a norm weight or bias differs by no more than tuning changes it."""
@@ -524,7 +524,7 @@ class TensorChecks:
         if bool(dissimilar.any()):
             text += f"; row {int(dissimilar.nonzero()[0])} does not resemble the source's"
         proven = not self._may_change_values or 2 * int(wrong.sum()) <= int(remaining.sum())
-        (self._report.add if proven else self._report.warn)("kept-changed", name, text)
+        (self._report.add if proven else self._report.warn)("unquantized-changed", name, text)
 
     # Findings about the whole model.
 
@@ -536,10 +536,10 @@ class TensorChecks:
                 f"this and {len(self._unrelated) - 1} more tensors do not resemble the source's: the model is in"
                 " another basis (rotated), or it is another model; only the logits tell"
             )
-            self._report.warn("swapped", self._unrelated[0], text)
+            self._report.warn("swapped-tensors", self._unrelated[0], text)
             return
         for name in self._unrelated:
-            self._report.warn("swapped", name, "does not resemble the source's tensor of this name")
+            self._report.warn("swapped-tensors", name, "does not resemble the source's tensor of this name")
 
     def _report_approximate(self) -> None:
         """Report unquantized matrices that differ everywhere: only once if nearly all do, as in a decoded model."""
@@ -548,11 +548,11 @@ class TensorChecks:
         if count > max(1, 0.9 * linears):
             text = f"this and {count - 1} more matrices are only near the source's: the model was quantized and"
             self._report.warn(
-                "kept-changed", first, f"{text} decoded, or trained further; the logits tell"
+                "unquantized-changed", first, f"{text} decoded, or trained further; the logits tell"
             )
             return
         for name, text in self._approximate_matrices.items():
-            self._report.warn("kept-changed", name, text)
+            self._report.warn("unquantized-changed", name, text)
 
     def _report_missing(self, source: SourceModel) -> None:
         """Report tensors of the source that the artifact lacks."""
@@ -590,7 +590,7 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
         means = value.view(len(value), groups, -1).mean(-1)
         if abs(float(means.median())) > MAX_MEAN_RATIO * mean_magnitude:
             yield (
-                "zero-convention",
+                "zero-points",
                 "its weights are not centered on zero: zero points or codes may be off by one",
             )
     codes = tensor.codes.view(torch.uint8) if tensor.codes.is_floating_point() else tensor.codes
@@ -602,7 +602,7 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
         )
         if places := constant.nonzero().flatten().tolist():
             more = f", and {len(places) - 1} more" if len(places) > 1 else ""
-            yield "groups", f"{what} {places[0]} has the same code everywhere{more}"
+            yield "group-error", f"{what} {places[0]} has the same code everywhere{more}"
 
 
 def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:

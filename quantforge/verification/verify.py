@@ -189,5 +189,5 @@ def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> N
         name not in source_entries or source_entries[name].dtype != entry.dtype
         for name, entry in entries.items()
     )
-    if not changed and not any(item.check == "kept-changed" for item in report.findings):
+    if not changed and not any(item.check == "unquantized-changed" for item in report.findings):
         report.warn("nothing-quantized", report.path.name, "every tensor equals the source's")
