@@ -398,8 +398,13 @@ def new_words(document: Any, line: str, file: str) -> Any:
 
 def _translated(value: Any, keys: Mapping[str, str], words: Mapping[str, Any], path: str) -> Any:
     if isinstance(value, dict):
-        if path.endswith("event_counts"):
-            return {words["events"].get(key, key): item for key, item in value.items()}
+        for end, names in {
+            "event_counts": "events",
+            "skipped": "checks",
+            "partial": "checks",
+        }.items():
+            if path.endswith(f".{end}"):
+                return {words[names].get(key, key): item for key, item in value.items()}
         return {
             _new_key(f"{path}.{key}", key, keys): _translated(item, keys, words, f"{path}.{key}")
             for key, item in value.items()
@@ -410,6 +415,8 @@ def _translated(value: Any, keys: Mapping[str, str], words: Mapping[str, Any], p
         return value
     if path.endswith(".kind"):
         return words["events"].get(value, value)
+    if path.endswith((".check", ".checked")):
+        return words["checks"].get(value, value)
     return words["values"].get(value) or _renamed_in_text(value)
 
 

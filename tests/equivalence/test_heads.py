@@ -168,7 +168,7 @@ def test_dropped_ones_are_reproduced_and_a_damaged_one_is_seen(
     values[name] = values[name].roll(1, 0)
     save_file(values, tmp_path / "keep/model.safetensors", {"format": "pt"})
     found = verify(tmp_path / "keep", model).findings
-    assert ("kept-changed", name) in {(finding.check, finding.where) for finding in found}
+    assert ("unquantized-changed", name) in {(finding.check, finding.where) for finding in found}
     values = load_file(tmp_path / "quantize/model.safetensors")
     name = next(
         n
@@ -178,7 +178,7 @@ def test_dropped_ones_are_reproduced_and_a_damaged_one_is_seen(
     values[name] = values[name].roll(1, 0)
     save_file(values, tmp_path / "quantize/model.safetensors", {"format": "pt"})
     found = verify(tmp_path / "quantize", model).findings
-    assert any(finding.check == "swapped" for finding in found)
+    assert any(finding.check == "swapped-tensors" for finding in found)
 
 
 def test_experts_may_be_pruned_where_the_head_is_dropped(with_head: Make, tmp_path: Path) -> None:

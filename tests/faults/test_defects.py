@@ -84,12 +84,12 @@ def test_every_kind_of_mistake_changes_an_artifact(bases, tmp_path):
 @pytest.mark.parametrize(
     ("where", "detail", "check", "named"),
     [
-        ("model.layers.1.mlp.up_proj.weight", "off", "noise", True),
-        ("blk.1.ffn_up.weight", "off", "noise", True),
-        ("model.layers.11.mlp.up_proj.weight", "off", "noise", False),
-        ("m.gguf", "differs from layers.1.mlp.up_proj", "swapped", True),
+        ("model.layers.1.mlp.up_proj.weight", "off", "quantization-error", True),
+        ("blk.1.ffn_up.weight", "off", "quantization-error", True),
+        ("model.layers.11.mlp.up_proj.weight", "off", "quantization-error", False),
+        ("m.gguf", "differs from layers.1.mlp.up_proj", "swapped-tensors", True),
         ("m.gguf", "far from the source", "logits", False),
-        ("m.gguf", "something is off", "noise", False),
+        ("m.gguf", "something is off", "quantization-error", False),
     ],
 )
 def test_a_finding_names_the_tensor_and_not_the_model(where, detail, check, named):
@@ -103,7 +103,7 @@ def test_files_are_named_where_no_tensor_is_damaged_or_there_are_several():
     assert Damage(frozenset(), names).named(finding)
     assert Damage(frozenset({"layers.0.k_proj"}), names, several=True).named(finding)
     assert not Damage(frozenset({"layers.0.k_proj"}), names).named(finding)
-    says = Finding("zero-convention", "x.qzeros", "differ from what the configuration says")
+    says = Finding("zero-points", "x.qzeros", "differ from what the configuration says")
     assert Damage(frozenset(), frozenset({"config.json"})).named(says)
 
 

@@ -241,30 +241,30 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "nan scale": ("folded", element(SCALE, put((3, 1), float("nan"))), "not-finite", DOWN),
     "infinite scale": ("folded", element(SCALE, put((3, 1), float("inf"))), "not-finite", DOWN),
     "zero scale": ("folded", element(SCALE, put((3, 1), 0.0)), "scale", DOWN),
-    "scale 1.5 times": ("folded", element(SCALE, scaled((3, 1), 1.5)), "groups", DOWN),
-    "scale two thirds": ("folded", element(SCALE, scaled((3, 1), 2 / 3)), "groups", DOWN),
-    "scale of another sign": ("folded", element(SCALE, scaled((3, 1), -1.0)), "groups", DOWN),
-    "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "groups", DOWN),
-    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "fold", DOWN),
-    "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "fold", V),
+    "scale 1.5 times": ("folded", element(SCALE, scaled((3, 1), 1.5)), "group-error", DOWN),
+    "scale two thirds": ("folded", element(SCALE, scaled((3, 1), 2 / 3)), "group-error", DOWN),
+    "scale of another sign": ("folded", element(SCALE, scaled((3, 1), -1.0)), "group-error", DOWN),
+    "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "group-error", DOWN),
+    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "scale-fold", DOWN),
+    "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "scale-fold", V),
     "scale missing": ("folded", drop(SCALE), "scale", DOWN),
     "scale of an expert missing": ("experts", drop(f"{EXPERT}.weight_scale"), "scale", EXPERT),
-    "groups swapped": ("folded", tensors(groups_swapped), "groups", DOWN),
-    "zero point off by one": ("zeros", tensors(zero_off_by_one), "groups", UP),
+    "groups swapped": ("folded", tensors(groups_swapped), "group-error", DOWN),
+    "zero point off by one": ("zeros", tensors(zero_off_by_one), "group-error", UP),
     "v1 zero points read as v2": (
         "zeros",
         and_then(
             document(CONFIG, lambda c: method(c).update(checkpoint_format="gptq_v2")),
             document("quantize_config.json", lambda c: c.update(checkpoint_format="gptq_v2")),
         ),
-        "zero-convention", "layers.0"),
+        "zero-points", "layers.0"),
     "sym said of zero points": (
-        "zeros", document(CONFIG, lambda c: method(c).update(sym=True)), "zero-convention", "qzeros"),
-    "gate and up swapped": ("folded", tensors(lambda t: exchanged(t, GATE, UP)), "swapped", UP),
+        "zeros", document(CONFIG, lambda c: method(c).update(sym=True)), "zero-points", "qzeros"),
+    "gate and up swapped": ("folded", tensors(lambda t: exchanged(t, GATE, UP)), "swapped-tensors", UP),
     "blocks swapped": (
-        "folded", tensors(lambda t: exchanged(t, DOWN, DOWN.replace(".0.", ".1."))), "swapped", DOWN),
-    "q rows permuted": ("folded", tensors(lambda t: reordered(t, Q, 4)), "swapped", Q),
-    "k rows permuted": ("folded", tensors(lambda t: reordered(t, K, 2)), "swapped", K),
+        "folded", tensors(lambda t: exchanged(t, DOWN, DOWN.replace(".0.", ".1."))), "swapped-tensors", DOWN),
+    "q rows permuted": ("folded", tensors(lambda t: reordered(t, Q, 4)), "swapped-tensors", Q),
+    "k rows permuted": ("folded", tensors(lambda t: reordered(t, K, 2)), "swapped-tensors", K),
     "tied said of a head": (
         "folded", document(CONFIG, lambda c: c.update(tie_word_embeddings=True)), "incomplete", ""),
     "tied, and the head is gone": (
@@ -281,7 +281,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "mixed schemes in q, k, v": (
         "folded",
         and_then(tensors(plain_key), document(CONFIG, lambda c: method(c)["ignore"].append(K))),
-        "siblings", "self_attn"),
+        "fused-layers", "self_attn"),
     "stale shard": ("folded", stale_shard, "unreadable", "model-00003-of-00003"),
     "truncated file": ("folded", truncated, "unreadable", "model.safetensors"),
     "wrong bits": ("zeros", document(CONFIG, lambda c: method(c).update(bits=8)), "unreadable", ""),
@@ -297,15 +297,15 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "another norm constant": (
         "folded", document(CONFIG, lambda c: c.update(rms_norm_eps=0.1)), "configuration", CONFIG),
     "nan in a norm": ("folded", element(NORM, put(3, float("nan"))), "not-finite", NORM),  # type: ignore[arg-type]
-    "changed final norm": ("folded", element("model.norm.weight", scaled(3, 1.5)), "kept-changed", "model.norm"),
-    "zero norm under a fold": ("folded", element(NORM, put_all(0.0)), "fold", "input_layernorm"),
-    "changed norm under a fold": ("folded", element(NORM, scaled(3, 2.0)), "fold", "input_layernorm"),
+    "changed final norm": ("folded", element("model.norm.weight", scaled(3, 1.5)), "unquantized-changed", "model.norm"),
+    "zero norm under a fold": ("folded", element(NORM, put_all(0.0)), "scale-fold", "input_layernorm"),
+    "changed norm under a fold": ("folded", element(NORM, scaled(3, 2.0)), "scale-fold", "input_layernorm"),
     "changed embedding": (
-        "folded", element("model.embed_tokens.weight", scaled(9, -1.0)), "kept-changed", "embed_tokens"),
-    "sign turned": ("folded", element(SCALE, scaled(slice(None), -1.0)), "swapped", DOWN),
+        "folded", element("model.embed_tokens.weight", scaled(9, -1.0)), "unquantized-changed", "embed_tokens"),
+    "sign turned": ("folded", element(SCALE, scaled(slice(None), -1.0)), "swapped-tensors", DOWN),
     "input scale of zero": ("inputs", element(f"{DOWN}.input_scale", scaled(0, 0.0)), "scale", DOWN),
     "infinite scale in GGUF": ("blocks", gguf_scale(float("inf")), "not-finite", ""),
-    "scale 1.5 times in GGUF": ("blocks", gguf_scale(0.9), "groups", ""),
+    "scale 1.5 times in GGUF": ("blocks", gguf_scale(0.9), "group-error", ""),
 }  # fmt: skip
 
 
@@ -422,8 +422,8 @@ def test_without_a_source_no_check_with_a_finding_is_among_the_skipped(made, tmp
     (model / NAME).unlink()
     element(f"{DOWN}.weight_packed", put_all(0x77777777))(model)
     document = look(model).document()
-    assert {item["check"] for item in document["findings"]} == {"groups", "zero-convention"}
-    assert document["partial"].keys() == {"kept-changed", "groups", "swapped"}
+    assert {item["check"] for item in document["findings"]} == {"group-error", "zero-points"}
+    assert document["partial"].keys() == {"unquantized-changed", "group-error", "swapped-tensors"}
     kinds = [*document["checked"], *document["partial"], *document["skipped"]]
     assert sorted(kinds) == sorted(CHECKS)
 
@@ -502,7 +502,9 @@ def test_a_channel_whose_outliers_were_clipped_still_cancels(made, source, tmp_p
 
     wrong = copied(model, tmp_path / "wrong")
     element(f"{UP}.weight_scale", scaled(channel, 0.7))(wrong)
-    assert f"{UP}.weight" in {f.where for f in look(wrong, original).findings if f.check == "fold"}
+    assert f"{UP}.weight" in {
+        f.where for f in look(wrong, original).findings if f.check == "scale-fold"
+    }
 
 
 def test_a_model_that_was_trained_passes_at_few_bits(tmp_path):
@@ -697,7 +699,7 @@ def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
     assert (json.loads(sound.out)["ok"], found["ok"]) == (True, False)
     assert found["schema"] == "quantforge.verify/2"
     assert found["findings"][0]["where"] == "notes.txt"
-    assert found["skipped"]["noise"].startswith("no source")
+    assert found["skipped"]["quantization-error"].startswith("no source")
 
 
 def test_an_engine_that_cannot_load_it_is_a_finding(made):

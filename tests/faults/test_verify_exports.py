@@ -69,7 +69,7 @@ def test_too_much_error_is_a_warning(tiny, tmp_path):
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     report = look(file, other)
     assert {(item.check, item.severity) for item in report.findings} == {
-        ("noise", Severity.WARNING)
+        ("quantization-error", Severity.WARNING)
     }
     assert not report.failed()
     assert report.failed(strict=True)
@@ -82,7 +82,7 @@ def test_a_decoded_result_is_one_warning_and_two_changed_matrices_are_two(tiny, 
         tmp_path / "other",
     )
     assert [(item.check, item.severity) for item in report.findings] == [
-        ("kept-changed", Severity.WARNING)
+        ("unquantized-changed", Severity.WARNING)
     ]
     assert "quantized and decoded" in report.findings[0].detail
     shutil.copytree(source, other)

@@ -66,7 +66,7 @@ def model(tmp_path):
 
 def found(model, source=None):
     report = verify(model, source, forward=False)
-    return {item.where: item for item in report.findings if item.check == "foreign"}
+    return {item.where: item for item in report.findings if item.check == "unexpected-files"}
 
 
 @pytest.mark.parametrize("name", PLANTED)

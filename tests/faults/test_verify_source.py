@@ -154,7 +154,10 @@ def test_nothing_else_is_compared_with_another_model(tiny, tmp_path):
     for other in ("llama", "qwen2"):
         report = look(out, tiny(other))
         assert [item.check for item in report.findings] == ["source"]
-        assert report.skipped["noise"] == "the model named with --source is not the recorded one"
+        assert (
+            report.skipped["quantization-error"]
+            == "the model named with --source is not the recorded one"
+        )
         assert "source" not in report.skipped
         assert not report.tensors
     manifest_of_it = out / NAME
@@ -197,7 +200,11 @@ def test_a_source_that_was_made_from_the_artifact_is_said_once(tiny, tmp_path):
     assert [item.detail for item in report.findings] == [
         f"q was made from {source.name}: are the two swapped? Usage: quantforge verify RESULT --source MODEL"
     ]
-    assert report.skipped["noise"] == report.skipped["logits"] == "result and source are swapped"
+    assert (
+        report.skipped["quantization-error"]
+        == report.skipped["logits"]
+        == "result and source are swapped"
+    )
 
 
 def test_without_digests_the_check_is_skipped(tiny, tmp_path, near):

@@ -57,7 +57,7 @@ def test_mixed_schemes_of_q_k_v_are_an_error_only_where_an_engine_joins_them(tin
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     edit(plain, ignore=[*ignored(plain), K])
     for engine, severity in ((None, WARNING), ("transformers", WARNING), ("vllm", ERROR)):
-        (item,) = (one for one in look(plain, engine).findings if one.check == "siblings")
+        (item,) = (one for one in look(plain, engine).findings if one.check == "fused-layers")
         assert item.severity is severity
         assert "k_proj not quantized" in item.detail
 
@@ -83,7 +83,7 @@ def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
     report = verify(edit(out, ignore=[]), tiny("llama-tied"))
     assert found(report) == [("ignore-list", "lm_head", WARNING)]
     assert "logits" not in report.skipped  # a warning does not keep the model from being run
-    assert report.skipped["keys"] == "only a GGUF file has them"
+    assert report.skipped["gguf-keys"] == "only a GGUF file has them"
 
 
 @pytest.mark.parametrize("scales", [True, False])

@@ -43,7 +43,7 @@ def test_a_sound_file_is_not_judged_and_never_called_failed(file, capsys):
     assert (told["ok"], told["findings"]) == (False, [])
     assert "is not read" in told["unsupported"]
     assert "manifest" in told["checked"]
-    assert {"unreadable", "noise", "logits"} <= told["skipped"].keys()
+    assert {"unreadable", "quantization-error", "logits"} <= told["skipped"].keys()
 
 
 @pytest.mark.parametrize("manifest", [True, False])
@@ -101,7 +101,7 @@ def test_a_directory_of_a_format_that_nothing_reads_is_not_judged(foreign, metho
     assert "its headers are sound" in said.err
     told = json.loads(command(capsys, "verify", place, "--json").out)
     assert (told["ok"], told["findings"]) == (False, [])
-    assert {"unreadable", "noise", "logits"} <= told["skipped"].keys()
+    assert {"unreadable", "quantization-error", "logits"} <= told["skipped"].keys()
 
 
 def test_a_directory_that_is_not_read_is_held_to_its_manifest_and_its_headers(foreign, capsys):

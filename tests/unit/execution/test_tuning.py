@@ -217,16 +217,16 @@ def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Pa
     values[name][3] *= -1  # biases follow their gains, by more than half of themselves never
     save_file(values, path, metadata={"format": "pt"})
     damaged = verify(tmp_path / "out", short("gpt2"), forward=False).findings
-    assert name in {item.where for item in damaged if item.check == "kept-changed"}
+    assert name in {item.where for item in damaged if item.check == "unquantized-changed"}
 
 
 @pytest.mark.parametrize(
     ("tensor", "part", "check"),
     [
         ("", 1.0, ""),
-        ("self_attn_layer_norm.weight", 3.0, "fold"),  # more than it is learned by
-        ("final_layer_norm.weight", 0.3, "kept-changed"),
-        ("fc1.bias", -1.0, "kept-changed"),
+        ("self_attn_layer_norm.weight", 3.0, "scale-fold"),  # more than it is learned by
+        ("final_layer_norm.weight", 0.3, "unquantized-changed"),
+        ("fc1.bias", -1.0, "unquantized-changed"),
     ],
 )
 def test_damage_behind_transforms_is_told_from_what_was_learned(
@@ -335,7 +335,11 @@ def test_gains_beyond_the_bounds_are_found(short: Tiny, tmp_path: Path, result: 
     values["model.norm.weight"][3] *= 1.1  # it is not tuned
     save_file(values, path, metadata={"format": "pt"})
     report = verify(tmp_path / "out", short("llama"), forward=False)
-    found = {item.where for item in report.findings if item.check in {"kept-changed", "fold"}}
+    found = {
+        item.where
+        for item in report.findings
+        if item.check in {"unquantized-changed", "scale-fold"}
+    }
     assert found == {name, "model.norm.weight"}
 
 
@@ -352,7 +356,7 @@ def test_no_step_takes_a_gain_beyond_the_bounds(
     assert 0.49 < float(ratios.min()) < 0.51
     assert 1.49 < float(ratios.max()) < 1.51
     report = verify(tmp_path / "out", short("llama"), forward=False)
-    assert "kept-changed" not in {item.check for item in report.findings}
+    assert "unquantized-changed" not in {item.check for item in report.findings}
 
 
 def test_what_is_made_of_it_verifies_against_the_source(short: Tiny, tmp_path: Path) -> None:
@@ -370,7 +374,10 @@ def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: 
     document["recipe"] = document["recipe"].replace("\ntune = 2\n", "\ntune = 0\n")
     path.write_text(json.dumps(document))
     report = verify(tmp_path / "out", short("llama"), forward=False)
-    assert "kept-changed" in {item.check for item in report.findings} or report.unrecorded_factors
+    assert (
+        "unquantized-changed" in {item.check for item in report.findings}
+        or report.unrecorded_factors
+    )
 
 
 def test_the_plan_states_it(short: Tiny) -> None:

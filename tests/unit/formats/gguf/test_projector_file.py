@@ -440,7 +440,7 @@ def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
     data[-100] ^= 1
     place.write_bytes(data)
     found = {(item.check, item.where) for item in verify(renamed, source, forward=False).findings}
-    assert found == {("manifest", place.name), ("kept-changed", place.name)}
+    assert found == {("manifest", place.name), ("unquantized-changed", place.name)}
     assert "no model" in verify(place).unsupported
 
 
