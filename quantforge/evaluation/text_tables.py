@@ -198,7 +198,9 @@ class _ColumnSpec:
 
 def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
     """Return the columns on format, size and quality of the models."""
-    front = tuple(PARETO_MARK if index in verdict.pareto_front else "" for index in range(len(rows)))
+    front = tuple(
+        PARETO_MARK if index in verdict.pareto_front else "" for index in range(len(rows))
+    )
     return [
         Column("", front),
         Column("model", verdict.names),

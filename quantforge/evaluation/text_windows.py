@@ -75,7 +75,9 @@ class EvaluationProtocol:
         }
 
     def __str__(self) -> str:
-        of_requested = f" of {self.windows_requested}" if self.windows_requested > self.windows else ""
+        of_requested = (
+            f" of {self.windows_requested}" if self.windows_requested > self.windows else ""
+        )
         bos_text = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
         adapter_text = (
             f", the adapter {self.adapter} merged into the reference" if self.adapter else ""

@@ -53,7 +53,7 @@ class Verdict:
 
     Attributes:
         names: shortest distinguishable names of all models, the reference first.
-        front: indices of the rows on the Pareto front of size and KL divergence, by increasing size.
+        pareto_front: indices of the rows on the Pareto front of size and KL divergence, by increasing size.
         winners: the best model in each aspect that was measured.
         sentences: the conclusions in words, the most important first.
     """

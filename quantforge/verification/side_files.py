@@ -639,7 +639,9 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
         elif not _files_equal(root, source_directory, name):
             report.add("unexpected-files", name, f"{row.effect}; it differs from the source's")
         elif row.severity_without_source is Severity.ERROR:
-            report.warn("unexpected-files", name, f"{row.effect}; it is the source's, not quantized")
+            report.warn(
+                "unexpected-files", name, f"{row.effect}; it is the source's, not quantized"
+            )
 
 
 def find_loaded_file(name: str) -> LoadedFile | None:

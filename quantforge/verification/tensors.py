@@ -383,7 +383,9 @@ class TensorChecks:
         else:
             for text in texts:
                 self._report.warn(
-                    "quantization-error" if error.whole > MAX_TENSOR_ERROR else "group-error", name, text
+                    "quantization-error" if error.whole > MAX_TENSOR_ERROR else "group-error",
+                    name,
+                    text,
                 )
 
     def _explain_matrix(
