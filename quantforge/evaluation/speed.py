@@ -123,9 +123,9 @@ def measure_speed(
 
     Returns:
         Speed columns of a report row, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to
-        the first token (``ttft``) includes the prefill; ``bandwidth_utilization`` is the bytes read per second of decoding
-        one sequence, relative to the measured bandwidth; ``processor_share`` is the fraction of the requested processor
-        time that the threads received, None on a GPU and if the system does not report it.
+        the first token (``ttft``) includes the prefill; ``bandwidth_utilization`` is the bytes read per second of
+        decoding one sequence, relative to the measured bandwidth; ``processor_share`` is the fraction of the requested
+        processor time that the threads received, None on a GPU and if the system does not report it.
 
     Raises:
         InputError: the prompt is empty.

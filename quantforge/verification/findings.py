@@ -41,7 +41,14 @@ CHECKS: Mapping[str, str] = {
     "engine": "the engine named with --for loads the files",
 }
 FILE_CHECKS = ("manifest", "signature")  # need no format to be read
-COMPARED = ("source", "configuration", "gguf-keys", "side-files", "scale-fold", "quantization-error")  # need a source
+COMPARED = (
+    "source",
+    "configuration",
+    "gguf-keys",
+    "side-files",
+    "scale-fold",
+    "quantization-error",
+)  # need a source
 # Checks that are made in part without a source, and what they still cover.
 WITHOUT_SOURCE: Mapping[str, str] = {
     "unquantized-changed": "gains of a norm against those of the blocks beside it",

@@ -238,7 +238,9 @@ def check_tower_file(report: Report, source: SourceModel) -> None:
         for name, value in expected.values(source.checkpoint):
             entry = file.tensors.get(name)
             if entry and not torch.equal(read_tensor(entry.raw()).to(value.dtype), value):
-                report.add("unquantized-changed", tower_path.name, f"{name} differs from the source's")
+                report.add(
+                    "unquantized-changed", tower_path.name, f"{name} differs from the source's"
+                )
     except (InputError, RefusedError) as error:
         report.add(
             "unreadable", tower_path.name, f"cannot be compared with the source: {error.message}"

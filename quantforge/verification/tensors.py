@@ -290,7 +290,11 @@ class TensorChecks:
             if other != layout.module and not self._are_similar(layout.module, other):
                 # Without a source, blocks may have been copied on purpose.
                 report = self._report.warn if self._source is None else self._report.add
-                report("swapped-tensors", layout.module, f"its {part} are those of {other}, bit for bit")
+                report(
+                    "swapped-tensors",
+                    layout.module,
+                    f"its {part} are those of {other}, bit for bit",
+                )
 
     def _are_similar(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are similar, as in copied blocks, so that codes may be equal."""
@@ -541,7 +545,9 @@ class TensorChecks:
             self._report.warn("swapped-tensors", self._unrelated[0], text)
             return
         for name in self._unrelated:
-            self._report.warn("swapped-tensors", name, "does not resemble the source's tensor of this name")
+            self._report.warn(
+                "swapped-tensors", name, "does not resemble the source's tensor of this name"
+            )
 
     def _report_approximate(self) -> None:
         """Report unquantized matrices that differ everywhere: only once if nearly all do, as in a decoded model."""
