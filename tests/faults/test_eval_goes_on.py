@@ -215,8 +215,8 @@ def full(*_, **__):
 @pytest.mark.parametrize(
     ("module", "last", "options"),
     [
-        ("cli.evaluate", "save", ("--report", "r.json")),
-        ("cli.evaluate", "append", ("--summary", "s.md")),
+        ("cli.evaluate", "save_file", ("--report", "r.json")),
+        ("cli.evaluate", "append_to_file", ("--summary", "s.md")),
         ("api.evaluate", "write_evaluation_card", ("--card", "bits4")),
     ],
 )
