@@ -70,6 +70,7 @@ def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
     assert 0.5 < found.rows[1]["kl_mean"] / expected < 2
 
 
+@pytest.mark.thorough
 def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):
     model = tiny("qwen3-moe")
     stopped_measuring(monkeypatch)

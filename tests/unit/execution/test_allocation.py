@@ -123,6 +123,7 @@ def test_linears_that_engines_join_get_one_scheme(made, small):
     assert types == {"q4_0", "q5_0"}
 
 
+@pytest.mark.thorough
 def test_the_same_recipe_for_any_threads(small, tmp_path):
     path = tmp_path / "mixed.toml"
     given = {"model": small, "candidates": ("int3:g64:sym", "int4:g64:sym")}
@@ -182,6 +183,7 @@ def theirs(tiny, tmp_path_factory):
     return path
 
 
+@pytest.mark.thorough
 def test_the_size_of_somebodys_file(theirs, small):
     found = allocated(None, model=small, like=theirs, candidates=("q4_0", "q5_0"), **FEW)
     size = theirs.stat().st_size

@@ -184,6 +184,7 @@ def test_it_goes_on_where_it_was_stopped(
     assert tree(tmp_path / "out") == tree(whole)
 
 
+@pytest.mark.thorough
 def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_path: Path) -> None:
     wanted = swift("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
     quantize(tiny("llama"), tmp_path / "whole", wanted, threads=1)

@@ -62,6 +62,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
     assert compared > 10
 
 
+@pytest.mark.thorough
 def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
     wanted = swift("gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION)

@@ -117,6 +117,7 @@ def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
     assert float((found - expected).norm()) <= MOST * float(expected.norm()) + 1e-9, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["gpt-oss", further("mixtral"), further("deepseek-v32")])
 def test_behind_awq_what_was_tuned_verifies(tmp_path: Path, family: str) -> None:
     model = short(tmp_path, family)

@@ -173,6 +173,7 @@ def test_neither_threads_nor_place_change_a_byte(
     assert tree(tmp_path / "out") == whole
 
 
+@pytest.mark.thorough
 def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from quantforge.packers.ggml import search as searching
 from quantforge.packers.ggml.blocks import pack_blocks, unpack_blocks
 from quantforge.packers.ggml.grid import CODE_RANGES, LANES, SCALE_RANGES, group_steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit
+from tests.thorough import usual
 
 ENCODED = sorted(CODE_RANGES)
 # One of each kind of block: a scale, a minimum, superblocks with minima and without, a table, digits, exponents.
@@ -46,7 +47,7 @@ def test_the_search_is_as_good_as_it_says(grid):
     assert found == pytest.approx(ERRORS[grid], rel=0.04)
 
 
-@pytest.mark.parametrize("grid", ENCODED)
+@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
 def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
     weight, columns = matrix(), importance()
     weights = columns * (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()

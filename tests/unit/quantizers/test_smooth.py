@@ -12,6 +12,7 @@ from quantforge.packers.input_rounding import fake_quantize_input
 from quantforge.quantizers import smooth
 from quantforge.scheme import LayerScheme
 from tests.conftest import Tiny
+from tests.thorough import usual
 from tests.unit.quantizers.test_awq import (
     FAMILIES,
     ROUNDING,
@@ -45,7 +46,7 @@ def error_of_inputs(part):
     return errors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", usual(FAMILIES, "llama", "gemma2", "gpt2"))
 def test_the_function_is_preserved_to_float64(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         plant(part)

@@ -19,6 +19,7 @@ from quantforge.scheme import Activation
 from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.matmul_spec import Kernel, MatmulSpec
 from quantforge_kernels.select import select_kernel
+from tests.thorough import usual
 
 CPU = torch.device("cpu")
 SCHEMES = (
@@ -67,7 +68,7 @@ def test_little_is_added_to_the_bytes_of_the_file(text):
     assert stored <= held + 0.05 <= 1.1 * stored + 0.05
 
 
-@pytest.mark.parametrize("text", SCHEMES)
+@pytest.mark.parametrize("text", usual(SCHEMES, *SCHEMES[::2]))
 def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))

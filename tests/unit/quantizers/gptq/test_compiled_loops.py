@@ -17,6 +17,7 @@ from quantforge.packers import row_encoding as rows
 from quantforge.quantizers import Rounded
 from quantforge.quantizers.gptq import column_loops, gptq
 from quantforge.recipe import GptqOptions, Rounding
+from tests.thorough import usual
 
 SCHEMES = ["int4:g64:sym:f16", "int3:g32:asym:bf16", "int2:g64:sym:f32", "int8:row:asym:f16"]
 
@@ -54,7 +55,9 @@ def test_the_scale_search_finds_the_same(text: str, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(errors[1], errors[0], rtol=2e-3, atol=1e-12)
 
 
-@pytest.mark.parametrize("text", [*SCHEMES, "q4_k", "q8_0", "iq4_xs"])
+@pytest.mark.parametrize(
+    "text", usual([*SCHEMES, "q4_k", "q8_0", "iq4_xs"], *SCHEMES[:2], "q4_k", "iq4_xs")
+)
 def test_gptq_and_its_sweeps_choose_the_same_codes(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
