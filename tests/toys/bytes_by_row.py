@@ -23,7 +23,10 @@ SCHEME = "int8:row:sym:f32"
 INFO = FormatInfo(
     engine_packages={"toy": "toys"},
     example_schemes=(SCHEME,),
-    engines={"toy": Engine(refuses=(require_bits(8),)), "other": Engine(never="plays no toys")},
+    engines={
+        "toy": Engine(layer_rules=(require_bits(8),)),
+        "other": Engine(unsupported_reason="plays no toys"),
+    },
     skip_list_key="left_out",
 )
 MIN_ZERO_POINT = 0

@@ -158,7 +158,7 @@ def test_layers_with_quantized_inputs(weights, taken):
 
 
 def test_columns_kept_in_16_bits_are_multiplied_as_they_are():
-    taken = Activation("int8", "token", threshold=6.0, kept=4)
+    taken = Activation("int8", "token", threshold=6.0, max_outlier_columns=4)
     weight = torch.randn(16, 4)
     extra = {"outlier_columns": torch.tensor([3, 100, 511, -1]), "outlier_weight": weight.half()}
     tensor = rounded("int8:row:sym:f32", (16, 512), taken, **extra)
@@ -170,9 +170,11 @@ def test_columns_kept_in_16_bits_are_multiplied_as_they_are():
     x[:, [3, 100, 511]] *= 50
     torch.testing.assert_close(
         layer(x),
-        fake_quantize_input(x, taken, kept=tensor.outlier_columns) @ decoded.T,
+        fake_quantize_input(x, taken, unquantized_columns=tensor.outlier_columns) @ decoded.T,
         rtol=1e-5,
         atol=1e-4,
     )
     x[:, 3] = 0.01  # kept whatever the token holds
-    assert fake_quantize_input(x, taken, kept=tensor.outlier_columns)[0, 3] == x[0, 3]
+    assert (
+        fake_quantize_input(x, taken, unquantized_columns=tensor.outlier_columns)[0, 3] == x[0, 3]
+    )
