@@ -243,8 +243,8 @@ def command_of(
         name: name of the model in requests; "" leaves it to the engine.
         tokenizer: the original model, if the result is served with its tokenizer.
     """
-    target, place = TARGETS[engine], str(model)
-    plain = re.fullmatch(r"[\w./+-]+", place)  # other text stands in quotes in a Modelfile
+    target, path = TARGETS[engine], str(model)
+    plain = re.fullmatch(r"[\w./+-]+", path)  # other text stands in quotes in a Modelfile
     options = (
         target.context.format(serving.context) if serving.context is not None else "",
         target.caches.get(_cache_of(serving), ""),
@@ -253,8 +253,8 @@ def command_of(
         target.tokenizer.format(shlex.quote(tokenizer)) if tokenizer else "",
     )
     return target.command.format(
-        model=shlex.quote(place),
-        from_line=shlex.quote(f"FROM {place if plain else json.dumps(place)}"),
+        model=shlex.quote(path),
+        from_line=shlex.quote(f"FROM {path if plain else json.dumps(path)}"),
         name=shlex.quote(name or "NAME"),
         options="".join(f" {option}" for option in options if option),
     )
@@ -265,8 +265,8 @@ def with_output_path(note: str, out: object) -> str:
     if kind_of(note) is not NoteKind.SERVE:
         return note
 
-    def filled_in(found: re.Match[str]) -> str:
-        quoted = note.count("'", 0, found.start()) % 2
+    def filled_in(match: re.Match[str]) -> str:
+        quoted = note.count("'", 0, match.start()) % 2
         beside = "" if "/" in str(out) else "./"  # or an engine takes it for a name
         return f"{beside}{out}".replace("'", "'\\''") if quoted else shlex.quote(str(out))
 
@@ -346,7 +346,7 @@ class Snippet:
 def snippets(
     about: FormatInfo,
     verdicts: Iterable[EngineVerdict],
-    place: str,
+    path: str,
     *,
     chat: bool,
     repository: str = "",
@@ -356,12 +356,12 @@ def snippets(
     Args:
         about: facts of the format.
         verdicts: verdicts of engines on the result.
-        place: a directory, a file, or a name on the hub.
+        path: a directory, a file, or a name on the hub.
         chat: whether the model has a chat template.
         repository: repository on the hub from which the file is downloaded first; "" for none.
     """
-    found = []
-    if not place.isprintable():  # a line of it could end the block that the code stands in
+    result = []
+    if not path.isprintable():  # a line of it could end the block that the code stands in
         return []
     for engine in (verdict.engine for verdict in verdicts if verdict.loads):
         if engine not in TARGETS:
@@ -369,32 +369,32 @@ def snippets(
         packages = f"{TARGETS[engine].packages} {about.engine_packages.get(engine, '')}".strip()
         install = f"pip install {packages}\n" if packages else ""
         if repository:
-            install += f"hf download {shlex.quote(repository)} {shlex.quote(place)} --local-dir .\n"
+            install += f"hf download {shlex.quote(repository)} {shlex.quote(path)} --local-dir .\n"
         if engine in _PROGRAMS:
             comments = "".join(f"# {line}\n" for line in install.splitlines())
-            code = comments + _program(engine, place, chat=chat)
-            found.append(Snippet(engine, "python", code))
+            code = comments + _program(engine, path, chat=chat)
+            result.append(Snippet(engine, "python", code))
         else:
-            found.append(Snippet(engine, "bash", install + _served(engine, place, chat=chat)))
-    return found
+            result.append(Snippet(engine, "bash", install + _served(engine, path, chat=chat)))
+    return result
 
 
-def _program(engine: str, place: str, *, chat: bool) -> str:
+def _program(engine: str, path: str, *, chat: bool) -> str:
     """Return the program that loads a result and generates text."""
     program, plain, with_template = _PROGRAMS[engine]
-    name = json.dumps(place, ensure_ascii=False)[1:-1]  # between the quotes of the program
+    name = json.dumps(path, ensure_ascii=False)[1:-1]  # between the quotes of the program
     return program.format(name=name, inputs=with_template if chat else plain)
 
 
-def _served(engine: str, place: str, *, chat: bool) -> str:
+def _served(engine: str, path: str, *, chat: bool) -> str:
     """Return the command that serves a result, and a request to it."""
     target = TARGETS[engine]
-    label = place.rpartition(".gguf")[0] or _CALLED
-    command = command_of(engine, place, Serving(), name=label)
+    label = path.rpartition(".gguf")[0] or _CALLED
+    command = command_of(engine, path, Serving(), name=label)
     if not target.port:
         return command
     asked = {"messages": [{"role": "user", "content": _QUESTION}]} if chat else {"prompt": _PROMPT}
-    request = json.dumps({"model": label if target.named else place, **asked, "max_tokens": 64})
+    request = json.dumps({"model": label if target.named else path, **asked, "max_tokens": 64})
     route = "chat/completions" if chat else "completions"
     return (
         f"{command}\n\n# in another terminal\n"

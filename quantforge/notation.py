@@ -103,10 +103,10 @@ def _scheme_hint(text: str) -> str:
     bare = re.sub(r"[\W_]", "", text.lower())
     if _GGUF_TYPE.fullmatch(bare):
         return f"types of GGUF files are an option of their own: --type {text.upper()}"
-    found = _WIDTH.fullmatch(bare)
-    if not found:
+    match = _WIDTH.fullmatch(bare)
+    if not match:
         return ""
-    bits, group, zero = found[1], found[2] or "128", found[3] or "sym"
+    bits, group, zero = match[1], match[2] or "128", match[3] or "sym"
     return f"write int{bits}:g{group}:{zero}"
 
 
@@ -124,24 +124,24 @@ def _fixed_layout_scheme(text: str, fields: list[str]) -> Scheme:
 
 
 def _granularity(text: str, field: str, grid: str) -> Granularity:
-    found: Granularity | None = None
+    granularity: Granularity | None = None
     if match := _GROUP.fullmatch(field):
-        found = PerGroup(int(match[1]))
+        granularity = PerGroup(int(match[1]))
     elif field in {"row", "channel"}:
-        found = Row()
+        granularity = Row()
     elif field == "tensor":
-        found = PerTensor()
+        granularity = PerTensor()
     elif (match := _TILE.fullmatch(field)) and GRIDS[grid].tiles:
-        found = Tile(int(match[1]), int(match[2]))
+        granularity = Tile(int(match[1]), int(match[2]))
     known = "g128 (any size), row or tensor"
     if GRIDS[grid].groups_only:
         known = "g64 (any size)"
-        found = found if isinstance(found, PerGroup) else None
+        granularity = granularity if isinstance(granularity, PerGroup) else None
     elif GRIDS[grid].tiles:
         known += ", or 128x128"
-    if found is None:
+    if granularity is None:
         raise InputError(f"scheme '{text}': unknown granularity '{field}'", f"write {known}")
-    return found
+    return granularity
 
 
 def _zero_point(text: str, field: str, grid: str) -> Zero:

@@ -99,8 +99,8 @@ def candidate_errors(
                     block.advance()
                     continue
                 with phase("", 0.5 / first.model_layout.blocks):
-                    found = errors.measure_block(block, schemes)
-                journal.commit(units[block.index], {"nats": found})
+                    block_errors = errors.measure_block(block, schemes)
+                journal.commit(units[block.index], {"nats": block_errors})
     return _joined(journal.done[unit] for unit in units)
 
 
@@ -138,7 +138,7 @@ class CandidateErrors:
         self, block: DecoderBlock, schemes: Sequence[Mapping[str, Scheme]]
     ) -> dict[str, list[float]]:
         """Return the errors of one block's linears under the schemes of each candidate, and advance the block."""
-        found: dict[str, list[float]] = {}
+        errors_by_linear: dict[str, list[float]] = {}
         linear_schemes = [
             (shared, _candidate_linears(shared, block, schemes)) for shared in block.inputs
         ]
@@ -164,24 +164,24 @@ class CandidateErrors:
             )
             trim()
             report_step(f"{where}: rounding", share=0.5 * (index + 0.5) / len(inputs))
-            found |= self._rounded(
+            errors_by_linear |= self._rounded(
                 block, plain_statistics, dict(zip(linears, guided_statistics, strict=True)), schemes
             )
             trim()
         if block.experts is not None:
             if block.experts.tokens is None:
                 block.observe({})
-            found |= self._experts(block, schemes)
+            errors_by_linear |= self._experts(block, schemes)
             block.advance_with_collected_tokens()
         elif not inputs:
             block.advance()
-        return found
+        return errors_by_linear
 
     def _experts(
         self, block: DecoderBlock, schemes: Sequence[Mapping[str, Scheme]]
     ) -> dict[str, list[float]]:
         """Return the errors of the experts of a block whose tokens have been collected."""
-        found: dict[str, list[float]] = {}
+        errors_by_linear: dict[str, list[float]] = {}
         experts, options = block.experts, self.recipe.calibration
         assert experts is not None
         assert experts.tokens is not None
@@ -191,7 +191,7 @@ class CandidateErrors:
             if shared.expert >= 0 and (linears := _candidate_linears(shared, block, schemes))
         }
         if not inputs:
-            return found
+            return errors_by_linear
         statistics = ExpertStatistics(
             experts, HESSIAN, all_tokens=options.expert_tokens == "all", seed=options.seed
         )
@@ -218,7 +218,7 @@ class CandidateErrors:
                         {block.stack_parameter_of(linear): total},
                     )
                     guided_statistics[linear] = total.result()
-                found |= self._rounded(
+                errors_by_linear |= self._rounded(
                     block,
                     plain_statistics[block.stack_parameter_of(shared.key)],
                     guided_statistics,
@@ -226,7 +226,7 @@ class CandidateErrors:
                 )
             experts.release(number)
             trim()
-        return found
+        return errors_by_linear
 
     def _rounded(
         self,
@@ -262,19 +262,19 @@ class CandidateErrors:
             {key: scheme for key, (_, scheme) in linear_schemes.items()},
             self.recipe.rounding,
         )
-        found = {}
+        errors_by_linear = {}
         for linear, statistics in guided_statistics.items():
             name = f"{block.name}.{linear}"
             mean = float(self.token_weights(name).sum(dtype=torch.float64)) / self.tokens
             scale = 0.5 * mean * len(block.weight(linear)) / len(sampled[linear])
-            found[name] = [
+            errors_by_linear[name] = [
                 scale
                 * _error(
                     sampled[linear], rounded[f"{linear} {candidate}"].tensor.decode(), statistics
                 )
                 for candidate in range(len(schemes))
             ]
-        return found
+        return errors_by_linear
 
 
 def _candidate_linears(

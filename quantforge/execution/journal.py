@@ -69,11 +69,11 @@ def events_of(records: Iterable[Record]) -> list[Event]:
 
 def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     """Return the figures (such as errors) of each rounded tensor, by name."""
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for record in records:
         for name, values in record.get("metrics", {}).items():
-            found[name] = {**found.get(name, {}), **values}
-    return found
+            figures[name] = {**figures.get(name, {}), **values}
+    return figures
 
 
 def count_scaled_activations(records: Iterable[Record]) -> tuple[int, int] | None:
@@ -159,8 +159,8 @@ def read_records(directory: Path) -> tuple[dict[str, dict[str, Any]], int]:
     if not path.exists():
         return {}, 0
     *lines, _ = FILES.read(path, JOURNAL_ROLE, directory).split(b"\n")
-    found = [decode_line(line, path, directory) for line in lines]
-    return {str(record["unit"]): record for record in found}, sum(len(line) + 1 for line in lines)
+    decoded = [decode_line(line, path, directory) for line in lines]
+    return {str(record["unit"]): record for record in decoded}, sum(len(line) + 1 for line in lines)
 
 
 def recorded_fingerprint(directory: Path) -> dict[str, str]:
@@ -228,7 +228,7 @@ def _differences(recorded: Mapping[str, Any], current: Mapping[str, str]) -> lis
     """Describe the differences between two fingerprints, with both values unless they are digests."""
     descriptions = []
     for key in sorted({*recorded, *current}):
-        values = [str(found.get(key, "")) for found in (recorded, current)]
+        values = [str(record.get(key, "")) for record in (recorded, current)]
         if values[0] == values[1]:
             continue
         if key == RECIPE_KEY:
@@ -314,12 +314,12 @@ def check_versions(stage: Stage) -> None:
     recorded, current = recorded_fingerprint(stage.journal), _versions()
     names = [name for name in current if recorded.get(name, current[name]) != current[name]]
     if names:
-        place = stage.journal.parent
+        run_directory = stage.journal.parent
         differ = "; ".join(difference_line(name, recorded[name], current[name]) for name in names)
         raise IntegrityError(
-            f"{place}: holds an unfinished run that differs in: {differ}",
+            f"{run_directory}: holds an unfinished run that differs in: {differ}",
             "give the command with the same versions everywhere; or, when no process works on it any more,"
-            f" begin afresh with these: rm -r {place}",
+            f" begin afresh with these: rm -r {run_directory}",
             file=str(stage.journal),
         )
 

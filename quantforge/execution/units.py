@@ -93,7 +93,7 @@ def claimable_units(units: Iterable[Unit]) -> tuple[Unit, ...]:
     """
     tensors: list[TensorPlan] = []
     nested_units: list[str] = []
-    found = []
+    claimable = []
     for unit in units:
         if unit.name.startswith(TUNE):
             continue
@@ -101,28 +101,28 @@ def claimable_units(units: Iterable[Unit]) -> tuple[Unit, ...]:
         if EXPERT in unit.name:
             nested_units.append(unit.name)
             continue
-        found.append(replace(unit, tensors=tuple(tensors), nested_units=tuple(nested_units)))
+        claimable.append(replace(unit, tensors=tuple(tensors), nested_units=tuple(nested_units)))
         tensors, nested_units = [], []
-    return tuple(found)
+    return tuple(claimable)
 
 
 def work_shares(units: Iterable[Unit]) -> dict[str, float]:
     """Estimate each unit's share of the total work from the number of weights; experts count toward their block."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for unit in units:
         name = unit.name.partition(EXPERT)[0]
         work = sum(
             math.prod(tensor.shape) * (1.0 if tensor.action is Action.QUANTIZE else COPY_COST)
             for tensor in unit.tensors
         )
-        found[name] = found.get(name, 0.0) + work
-    if GUIDE in found:  # a forward and a backward pass take about as long as everything else
-        found[GUIDE] = sum(found.values())
-    if tuned := [name for name in found if name.startswith(TUNE)]:
-        tuning_work = 2 * sum(found.values()) / len(tuned)  # measured where rounding is fast
-        found |= dict.fromkeys(tuned, tuning_work)
-    whole = sum(found.values()) or 1.0
-    return {name: work / whole for name, work in found.items()}
+        shares[name] = shares.get(name, 0.0) + work
+    if GUIDE in shares:  # a forward and a backward pass take about as long as everything else
+        shares[GUIDE] = sum(shares.values())
+    if tuned := [name for name in shares if name.startswith(TUNE)]:
+        tuning_work = 2 * sum(shares.values()) / len(tuned)  # measured where rounding is fast
+        shares |= dict.fromkeys(tuned, tuning_work)
+    whole = sum(shares.values()) or 1.0
+    return {name: work / whole for name, work in shares.items()}
 
 
 def check_shareable(

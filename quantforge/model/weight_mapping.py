@@ -233,9 +233,11 @@ class WeightMapping:
                 continue
             self._shapes[tensor.header.name] = tensor.header.shape
             if tensor.expert >= 0:
-                place = self.expert_places[tensor.header.name] = model_layout.expert_slice(tensor)
+                expert_slice = self.expert_places[tensor.header.name] = model_layout.expert_slice(
+                    tensor
+                )
                 block = model_layout.block_name(tensor.block)
-                stacks[f"{block}.{place.stack.parameter}"].append(tensor.header.name)
+                stacks[f"{block}.{expert_slice.stack.parameter}"].append(tensor.header.name)
             elif tensor.name in self._expected_shapes:
                 self._add_source(tensor.name, None, [tensor.header.name], [""])
         for parameter, stored in stacks.items():
@@ -349,9 +351,9 @@ def _tied_parameters(model: PreTrainedModel, sources: Mapping[str, WeightSource]
         group = groups.setdefault(origin, {origin})
         group |= groups.pop(target, {target})
         groups[origin] = group
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for group in groups.values():
         stored = sorted(group & sources.keys())
         if stored:
-            found |= dict.fromkeys(sorted(group - sources.keys()), stored[0])
-    return found
+            tied |= dict.fromkeys(sorted(group - sources.keys()), stored[0])
+    return tied

@@ -42,8 +42,8 @@ TilePlan = tuple[Tensor, list[TileTask]]  # the result, and what fills it
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``."""
-    found: Tensor = _compute_tiled(torch.matmul, (a, b), {})
-    return found
+    product: Tensor = _compute_tiled(torch.matmul, (a, b), {})
+    return product
 
 
 def addmm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> None:
@@ -60,8 +60,8 @@ def _compute_on_threads(
     threads: int, function: Callable[..., Tensor], *args: Tensor | None
 ) -> Tensor:
     """Return a torch product computed on the given number of threads, inside of `reproducible`."""
-    found: Tensor = _compute_tiled(function, args, {}, threads)
-    return found
+    product: Tensor = _compute_tiled(function, args, {}, threads)
+    return product
 
 
 class _TiledProducts(FunctionMode):
@@ -86,14 +86,14 @@ def _compute_tiled(
     if cut is not _addmm_:  # autocast leaves alone what is computed in place
         tensors = [*map(_cast, tensors)]
     # With a place for the result it is a tile itself, of a product of ours inside of `tiled_products`.
-    found = None if "out" in options else cut(*tensors, **options)
+    plan = None if "out" in options else cut(*tensors, **options)
     threads = threads or torch.get_num_threads()
-    if found is None:
+    if plan is None:
         if threads == 1:
             return func(*args, **kwargs)
         with one_thread():
             return func(*args, **kwargs)
-    result, jobs = found
+    result, jobs = plan
     if threads == 1:
         for job in jobs:
             job()
@@ -112,8 +112,8 @@ def _cast(value: Any) -> Any:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> TilePlan | None:
     if x.dim() < 2 or weight.dim() != 2:
         return None
-    found = _plan_product(x.flatten(0, -2), weight.T, bias=bias)
-    return found and (found[0].view(*x.shape[:-1], len(weight)), found[1])
+    plan = _plan_product(x.flatten(0, -2), weight.T, bias=bias)
+    return plan and (plan[0].view(*x.shape[:-1], len(weight)), plan[1])
 
 
 def _matmul(a: Tensor, b: Tensor) -> TilePlan | None:
@@ -198,8 +198,8 @@ def _onednn_linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if rows > 1 and padding:  # a single one is computed in another way, and ends in other last bits
         a = functional.pad(a, (0, 0, 0, padding))
     with one_thread():
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
-    return found[:rows]
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
+    return product[:rows]
 
 
 def _fill(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:

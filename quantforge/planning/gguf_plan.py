@@ -199,11 +199,13 @@ def plan_gguf_export(
 
 
 def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
-    found = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
-    written, sizes = _written_tensors(model_layout), found.dimensions
-    named = gguf_names(found.family, sizes.layers, [tensor.name for tensor in written])
-    shape = mixture.ModelShape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
-    return _Contents(checkpoint, model_layout, written, named, found, shape)
+    hyper_parameters = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
+    written, sizes = _written_tensors(model_layout), hyper_parameters.dimensions
+    named = gguf_names(hyper_parameters.family, sizes.layers, [tensor.name for tensor in written])
+    shape = mixture.ModelShape(
+        sizes.layers, sizes.heads, sizes.kv_heads, hyper_parameters.experts, observed
+    )
+    return _Contents(checkpoint, model_layout, written, named, hyper_parameters, shape)
 
 
 def _plan_file(

@@ -196,10 +196,10 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     else:
         expected = packed_tensors(module, layout.scheme, layout.shape, plain=True)
         headers = tensor_headers(tensors)
-        found = {
+        unpacked = {
             item.name: _normalized_scalar_header(item, headers.get(item.name)) for item in expected
         }
-        require_headers({name: item for name, item in found.items() if item}, expected)
+        require_headers({name: item for name, item in unpacked.items() if item}, expected)
         codes, scale = tensors[module + WEIGHT_SUFFIX], tensors[f"{module}.weight_scale"]
         key = "exponents" if scheme.grid == "mxfp8" else "scales"
         parameters = {key: scale.reshape(scheme.parameter_shape(layout.shape))}

@@ -93,12 +93,12 @@ def _card_keys(card: Path | None) -> dict[str, MetadataValue]:
     item = _ITEM.search(matter)
     base = item[1].strip().strip("'\"") if item else fields.pop("base_model", "")
     keys = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
-    found = {
+    card_keys = {
         f"general.{keys[key]}": string_value(value)
         for key, value in fields.items()
         if value and key in keys
     }
-    return found | _base_model_keys(base)
+    return card_keys | _base_model_keys(base)
 
 
 def _base_model_keys(base: str) -> dict[str, MetadataValue]:

@@ -130,8 +130,8 @@ def open_adapter(path: Path) -> Adapter:
     # Looked at before gigabytes are digested, and taken as it is afterwards.
     _sort_tensors(path, config, read_header(path / WEIGHTS, path))
     known = compute_checksums(path / WEIGHTS, path)
-    found = read_header(path / WEIGHTS, path)
-    entries = {name: replace(entry, checksums=known) for name, entry in found.items()}
+    tensor_entries = read_header(path / WEIGHTS, path)
+    entries = {name: replace(entry, checksums=known) for name, entry in tensor_entries.items()}
     changes, replaced = _sort_tensors(path, config, entries)
     return Adapter(
         path,

@@ -135,9 +135,9 @@ def _replace_if_better(
         of_rtn, of_gptq = ([fsum(each.tolist()) for each in ways] for ways in exact)
         if any(one < two for one, two in zip(of_rtn, of_gptq, strict=True)):
             _replace_rows(solution, rtn_result, rows, exact[0, 1], [])
-            place = slice(tile_row, tile_row + 1) if tile else slice(None)
+            row_slice = slice(tile_row, tile_row + 1) if tile else slice(None)
             for key, value in parameters.items():
-                solution.parameters[key][place] = value[place]
+                solution.parameters[key][row_slice] = value[row_slice]
 
 
 def _replace_rows(

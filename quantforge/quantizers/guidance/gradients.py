@@ -104,15 +104,15 @@ class OutputRecorder:
         with one_thread(), torch.enable_grad():
             states = states.detach().requires_grad_()
             outputs = run(states)
-            found: dict[str, tuple[Tensor, Tensor]] = self._thread_local.found
+            recorded: dict[str, tuple[Tensor, Tensor]] = self._thread_local.found
             del self._thread_local.found
-            wanted = [states, *parameters, *(output for _, output in found.values())]
+            wanted = [states, *parameters, *(output for _, output in recorded.values())]
             first, *others = torch.autograd.grad(outputs, wanted, gradients_of(outputs.detach()))
         more = len(parameters)
         rows = len(states)
         linears = {
             name: (_by_rows(x, rows), _by_rows(gradients, rows))
-            for (name, (x, _)), gradients in zip(found.items(), others[more:], strict=True)
+            for (name, (x, _)), gradients in zip(recorded.items(), others[more:], strict=True)
         }
         return RowGradients(first, linears, others[:more])
 

@@ -104,12 +104,12 @@ class TunedLinears:
         parts: dict[str, list[StripGradients]] = {}
         for (name, _), seen in zip(strips, run_parallel(accumulate, strips), strict=True):
             parts.setdefault(name, []).append(seen)
-        found: dict[ParameterName, Tensor] = {}
+        combined: dict[ParameterName, Tensor] = {}
         for name, some in parts.items():
             sums = self.matrices[name].combine_strips(some, share)
-            found |= {(name, key): one for key, one in sums.items()}
+            combined |= {(name, key): one for key, one in sums.items()}
         run_parallel(update_strip, strips)
-        return found
+        return combined
 
     def _strips(self) -> list[tuple[str, slice]]:
         """Return strips of rows that may be processed in parallel."""
@@ -223,9 +223,9 @@ class TunedBlock:
 
         self.fill()
         with self.experts.returning(rows) if self.experts else nullcontext():
-            found = run_parallel(passed, [*enumerate(rows)])
+            outputs = run_parallel(passed, [*enumerate(rows)])
         self.linears.release()
-        return found
+        return outputs
 
     def backward(
         self, rows: Sequence[MicroBatch], output_gradient: OutputGradient, share: float
@@ -330,15 +330,15 @@ def _module_of(linear: str) -> str:
 
 def norm_offsets(decoder_block: DecoderBlock) -> Mapping[str, float]:
     """Return the weights of norms that precede linears, by name, with the offset that the norm adds to its weight."""
-    found = {}
+    offsets = {}
     for shared in decoder_block.inputs:
         scale_fold = shared.scale_fold
         if scale_fold is None or scale_fold.kind is FoldKind.ROWS:
             continue
         name = f"{scale_fold.module}.weight"
         if decoder_block.has_parameter(name) and not decoder_block.is_outside_module(name):
-            found[name] = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
-    return found
+            offsets[name] = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
+    return offsets
 
 
 def _accumulate(sums: dict[ParameterName, Tensor], name: ParameterName, gradient: Tensor) -> None:

@@ -457,11 +457,11 @@ class LearnedFactor:
         value = (start + start * own - self.offset).to(self.dtype)
         seen = value.float()  # of floats of 8 bits torch compares none
         kept = seen.isfinite() & ((seen != 0) | (before == 0))
-        found = torch.where(kept, seen, before)
+        stored_factor = torch.where(kept, seen, before)
         if self.known is not None:  # to the last bit
             factor, now = (one[rows] for one in self.known)
-            found = torch.where(own == factor, now.float(), found)
-        return found.to(self.dtype)
+            stored_factor = torch.where(own == factor, now.float(), stored_factor)
+        return stored_factor.to(self.dtype)
 
     def step(self, gradient: Tensor | None, share: float) -> None:
         """Do one step of Adam within bounds; do nothing without a gradient.

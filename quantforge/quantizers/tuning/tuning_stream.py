@@ -258,11 +258,11 @@ class TuningStream(ModelStream):
     ) -> list[list[Tensor]]:
         """Return the inputs of each block and the outputs of the last one, for single rows."""
         states = [start.read(row, row + 1).to(self._device) for row in rows]
-        found = [states]
+        block_states = [states]
         for index, block in enumerate(blocks):
             states = block.forward(self._single(index, rows, states))
-            found.append(states)
-        return found
+            block_states.append(states)
+        return block_states
 
     def _single(self, index: int, rows: list[int], states: list[Tensor]) -> list[MicroBatch]:
         passage = self._block_inputs(index)
@@ -324,8 +324,8 @@ class TuningStream(ModelStream):
                     likely = source.exp()
                     value = float((likely * (source - own)).sum(dtype=torch.float64))
                     gradients = own.exp_().sub_(likely).to(logits.dtype)
-                (found,) = torch.autograd.grad(logits, [states], gradients)
-            return value, found
+                (gradient,) = torch.autograd.grad(logits, [states], gradients)
+            return value, gradient
 
         rows_at_once = max(1, MAX_LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
         pairs = [*zip(rows, last, strict=True)]
