@@ -172,8 +172,8 @@ def measured_errors(
 
     from quantforge.execution.calibration import draw_calibration_data
     from quantforge.execution.candidate_errors import candidate_errors
-    from quantforge.execution.execute import RunInputs
     from quantforge.execution.journal import run_fingerprint
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.numerics.threads import reproducible
 
     settings, plans = search.settings, [*search.candidate_plans.values()]

@@ -33,7 +33,7 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings, check_device
 
 if TYPE_CHECKING:
-    from quantforge.execution.execute import RunInputs
+    from quantforge.execution.run_inputs import RunInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ class Job:
         import torch
 
         from quantforge.execution.calibration import draw_calibration_data
-        from quantforge.execution.execute import RunInputs
         from quantforge.execution.expert_saliency import choose_removed_experts
         from quantforge.execution.importance import read_unchanged_importance
+        from quantforge.execution.run_inputs import RunInputs
         from quantforge.numerics.threads import reproducible
 
         if planned.model_layout.architecture is None and not planned.model_layout.draft_kind:

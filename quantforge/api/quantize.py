@@ -50,7 +50,8 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings, under_torchrun
 
 if TYPE_CHECKING:
-    from quantforge.execution.execute import Run, RunInputs
+    from quantforge.execution.execute import Run
+    from quantforge.execution.run_inputs import RunInputs
 
 
 @check_arguments(RecipeOptions)

@@ -43,7 +43,7 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.execution.execute import RunInputs
+    from quantforge.execution.run_inputs import RunInputs
 
 POLL_SECONDS = 0.2
 

@@ -15,6 +15,8 @@ The path of one weight matrix in a calibrated run, from the source file to the o
 
 In this folder:
 
+    block_tensors       Planned tensors of a block: those that are quantized, sparsified or left unquantized
+    block_transforms    Transforms of a block in a calibrated run: apply those of the method to its weights
     calibrated_block    One block of a calibrated run: observe the inputs of its linears, transform, round and write it
     calibrated_experts  Experts of a block of a calibrated run: observe, transform
     calibration         Calibration data of a run: draw rows from a source, check them against the plan
@@ -26,8 +28,10 @@ In this folder:
     guide               Guided rounding: weight calibration tokens by output gradients
     importance          Importance of input columns (imatrix): observe it on calibration rows
     journal             Journal of a run: records the finished units
+    observation         Observation of a block or the head: which statistics of its inputs a run needs
     rounding            Read, round and write the matrices that share an input
     run_conversion      Carry out a planned conversion: check all values, round the embedding if planned
+    run_inputs          Inputs of a run: everything that determines the bytes of one result
     run_tuning          Tuning step of a run: optimize scales, norms and codes of rounded blocks on calibration rows
     shared_run          Shared runs: several processes each work on different units
     unit_output         Output of a unit of work: writes stored tensors to the weight files, reads them back

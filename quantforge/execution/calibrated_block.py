@@ -9,56 +9,29 @@ Experts of a block are processed last, one after the other (`quantforge.executio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantforge.execution.calibrated_experts import ExpertRounder
+from quantforge.execution.block_tensors import BlockTensors
+from quantforge.execution.block_transforms import apply_transforms
+from quantforge.execution.calibrated_experts import ExpertRounder, ProcessExpert
 from quantforge.execution.journal import Record, merge_records
+from quantforge.execution.observation import Observation
 from quantforge.files.finite_values import check_finite
 from quantforge.files.safetensors import torch_dtype
-from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics, statistics_for_inputs
 from quantforge.numerics.allocator import trim
-from quantforge.plans import Action, Plan
+from quantforge.plans import Action
 from quantforge.progress import report_step
-from quantforge.quantizers import METHODS, is_sparse, load_transform, needs
-from quantforge.quantizers.sparsity import sparsify, sparsity_figures
+from quantforge.quantizers import METHODS, needs
 from quantforge.runtime.cache_scales import CachePeaks, attached_cache
 
 if TYPE_CHECKING:
     from quantforge.execution.guide import GuidedRounding
     from quantforge.execution.rounding import MatrixRounder
-    from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import DecoderBlock
-    from quantforge.model.stream import ModelStream
-    from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
-
-# Runs the unit of an expert nested in a block unless it is done; returns whether it ran.
-ProcessExpert = Callable[[str, Callable[[], Record]], bool]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Observation:
-    """Which statistics of a block a run needs, and those observed so far.
-
-    Attributes:
-        inputs: keys of the shared inputs to observe.
-        before_transforms: statistics of the inputs, observed on the unmodified block.
-        after_transforms: statistics of the inputs, observed after the transforms.
-        cache_peaks: largest magnitudes of keys and values in the KV cache; None if its scales are not measured.
-        observe_again: whether the block is observed again after the transforms.
-        statistics: observed statistics by key of the shared input.
-    """
-
-    inputs: Sequence[str]
-    before_transforms: frozenset[Statistic]
-    after_transforms: frozenset[Statistic]
-    cache_peaks: CachePeaks | None
-    observe_again: bool
-    statistics: dict[str, Statistics]
 
 
 def observe(
@@ -127,21 +100,6 @@ def _run_rows(
         return block.observe(
             wanted, advance=advance, keep_rows=keep, run_to_end=bool(present_peaks)
         )
-
-
-def observes_after_transforms(plan: Plan) -> bool:
-    """Return whether blocks have to be observed again after the transforms."""
-    ranges = statistics_for_inputs(tensor.scheme.input for tensor in plan.tensors if tensor.scheme)
-    scales = any(tensor.action is Action.MEASURE for tensor in plan.tensors)
-    return bool(plan.transforms) and (bool(ranges) or scales)
-
-
-def observe_head(planned: Planned, stream: ModelStream) -> Statistics:
-    """Collect statistics of the input of a quantized head, the output of the final norm, after all blocks have run."""
-    total = Accumulator(needs(planned.plan.rounder, importance=planned.recipe.rounding.weighs))
-    for states in stream.final_hidden():
-        total.add(states.reshape(-1, states.shape[-1]))
-    return total.result()
 
 
 class BlockRounder:
@@ -246,7 +204,14 @@ class BlockRounder:
         self._write_unquantized(block)
         trim()
         if block.experts is not None:
-            experts = ExpertRounder(self, block, observation, accumulate_outputs=advance)
+            experts = ExpertRounder(
+                self.rounding,
+                self.tensors,
+                self.guided_rounding,
+                block,
+                observation,
+                accumulate_outputs=advance,
+            )
             merge_records(record, experts.round_experts(process_expert))
         if advance and not block.advanced:  # with the weights of the source
             block.advance_source()
@@ -269,7 +234,7 @@ class BlockRounder:
             self.rounding.output.write_unquantized(tensor, value)
             block.set_parameter(local, value.float())
 
-    # Transforms, sparsity and guides
+    # Transforms and guides
 
     def _transform_block(
         self, block: DecoderBlock, observation: Observation
@@ -278,7 +243,9 @@ class BlockRounder:
         report_step(f"block {block.index}: {'+'.join(self.plan.transforms)}", share=0.4)
         modified = self.tensors.modified_linears(block)
         own = {name: tensor for name, tensor in modified.items() if tensor.expert < 0}
-        record, statistics = self.apply_transforms(block, observation.statistics, own)
+        record, statistics = apply_transforms(
+            self.rounding.planned, block, observation.statistics, own
+        )
         observation.statistics.clear()  # free the Hessians early
         if observation.observe_again:
             wanted = dict.fromkeys(observation.inputs, observation.after_transforms)
@@ -300,105 +267,3 @@ class BlockRounder:
         own = {name: tensor for name, tensor in quantized.items() if tensor.expert < 0}
         passing = advance and not self.has_transforms and block.experts is None
         return guided.round_block(block, statistics, own, advance=passing)
-
-    def apply_transforms(
-        self,
-        block: DecoderBlock,
-        statistics: Mapping[str, Statistics],
-        targets: Mapping[str, TensorPlan],
-    ) -> tuple[Record, dict[str, Statistics]]:
-        """Apply the transforms in order to a block or one of its experts, in place.
-
-        Args:
-            block: the block whose weights change.
-            statistics: statistics by shared input.
-            targets: linears that are rounded or sparsified, by their names in the block.
-
-        Returns:
-            The record, and the statistics after the transforms.
-        """
-        layers = {name: tensor.scheme for name, tensor in targets.items() if tensor.scheme}
-        record: Record = {}
-        for transform in self.plan.transforms if targets else ():
-            if is_sparse(transform):
-                merge_records(record, self._sparsify(transform, block, statistics, targets))
-                continue
-            statistics, events, changes = load_transform(transform).apply(
-                block, statistics, layers, self.recipe.rounding
-            )
-            merge_records(
-                record, {"events": [one.to_json() for one in events], "transform": changes}
-            )
-        return record, dict(statistics)
-
-    def _sparsify(
-        self,
-        method: str,
-        block: DecoderBlock,
-        statistics: Mapping[str, Statistics],
-        targets: Mapping[str, TensorPlan],
-    ) -> Record:
-        """Set weights of a block to zero, one shared input after the other; arguments as `apply_transforms`."""
-        zeros, damping = self.recipe.zeros, self.recipe.rounding.gptq.damping
-        assert zeros is not None  # planning refuses sparsity without options
-        record: Record = {}
-        for shared in block.inputs:
-            names = [name for name in shared.linears if name in targets and targets[name].sparse]
-            if not names or shared.key not in statistics:
-                continue
-            weights = {targets[name].name: block.weight(name) for name in names}
-            seen = statistics[shared.key]
-            found, events = sparsify(method, weights, seen, zeros, damping)
-            merge_records(record, {"events": [event.to_json() for event in events]})
-            for name in names:
-                key = targets[name].name
-                merge_records(
-                    record, {"metrics": {key: sparsity_figures(weights[key], found[key], seen)}}
-                )
-                block.set_weight(name, found[key])
-        return record
-
-
-class BlockTensors:
-    """Lookup of the planned tensors of a block.
-
-    Args:
-        plan: the plan.
-        output: writer of the tensors.
-    """
-
-    def __init__(self, plan: Plan, output: UnitOutput) -> None:
-        self._by_name = {tensor.name: tensor for tensor in plan.tensors}
-        self._output = output
-
-    def quantized_linears(self, block: DecoderBlock) -> dict[str, TensorPlan]:
-        """Return the plans of the quantized linears of a block, by their names in the block."""
-        plans = self.modified_linears(block)
-        return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
-
-    def modified_linears(self, block: DecoderBlock) -> dict[str, TensorPlan]:
-        """Return the plans of the linears that are quantized or sparsified, by their names in the block."""
-        plans = {name: self._by_name[block.stored_name(f"{name}.weight")] for name in block.linears}
-        return {
-            name: plan
-            for name, plan in plans.items()
-            if plan.sparse or plan.action is Action.QUANTIZE
-        }
-
-    def unquantized(self, block: DecoderBlock) -> dict[str, TensorPlan]:
-        """Return the plans of the unquantized parameters of a block, including experts, by their names in the block."""
-        plans = {local: self._by_name[block.stored_name(local)] for local in block.parameters()}
-        return {local: plan for local, plan in plans.items() if plan.action is Action.KEEP}
-
-    def load_written_parameters(self, block: DecoderBlock) -> None:
-        """Replace the unquantized parameters of a block, except those of experts, by the written ones."""
-        for local, tensor in self.unquantized(block).items():
-            if tensor.expert >= 0 or block.is_outside_module(local):
-                continue
-            if tensor.decay:
-                # A decay never changes, and the logarithm of its stored form differs in the last bits.
-                continue
-            (value,) = self._output.read(tensor).values()
-            block.set_parameter(
-                local, self._output.storage.restore_unquantized(tensor, value).float()
-            )

@@ -6,11 +6,12 @@ finished expert. Outputs of finished experts are then computed again for the nex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from quantforge.events import Event
+from quantforge.execution.block_transforms import apply_transforms
 from quantforge.execution.journal import Record, merge_records
 from quantforge.execution.units import expert_unit
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -19,18 +20,25 @@ from quantforge.numerics.allocator import trim
 from quantforge.progress import report_step
 
 if TYPE_CHECKING:
-    from quantforge.execution.calibrated_block import BlockRounder, Observation, ProcessExpert
+    from quantforge.execution.block_tensors import BlockTensors
+    from quantforge.execution.guide import GuidedRounding
+    from quantforge.execution.observation import Observation
+    from quantforge.execution.rounding import MatrixRounder
     from quantforge.model.block import DecoderBlock
 
 MAX_LISTED_EXPERTS = 8  # in the text of an event
 HESSIAN = frozenset({Statistic.HESSIAN})
+# Runs the unit of an expert nested in a block unless it is done; returns whether it ran.
+ProcessExpert = Callable[[str, Callable[[], Record]], bool]
 
 
 class ExpertRounder:
     """Observes, transforms, rounds and writes the experts of one block.
 
     Args:
-        rounder: rounder of the block.
+        rounding: rounds and writes matrices.
+        tensors: planned tensors, by block.
+        guided_rounding: rounds linears under guided Hessians; None without a guide.
         block: the block, with the tokens that reach its experts.
         observation: statistics that the run needs.
         accumulate_outputs: whether to sum the outputs of the experts for the next block.
@@ -38,20 +46,22 @@ class ExpertRounder:
 
     def __init__(
         self,
-        rounder: BlockRounder,
+        rounding: MatrixRounder,
+        tensors: BlockTensors,
+        guided_rounding: GuidedRounding | None,
         block: DecoderBlock,
         observation: Observation,
         *,
         accumulate_outputs: bool,
     ) -> None:
         assert block.experts is not None
-        self._rounder, self._block, self._experts = rounder, block, block.experts
+        self._rounding, self._tensors, self._guided_rounding = rounding, tensors, guided_rounding
+        self._block, self._experts = block, block.experts
         self._accumulate_outputs = accumulate_outputs
-        modified = rounder.tensors.modified_linears(block)
+        modified = tensors.modified_linears(block)
         self._targets = {name: plan for name, plan in modified.items() if plan.expert >= 0}
-        guided = rounder.guided_rounding is not None
         # Transforms measure the error of single linears with their Hessians.
-        hessian_if_transformed = HESSIAN if rounder.has_transforms else frozenset()
+        hessian_if_transformed = HESSIAN if rounding.planned.plan.transforms else frozenset()
         rounded = bool(self._targets)
         self._statistics_before = self._statistics(
             observation.before_transforms | hessian_if_transformed if rounded else frozenset()
@@ -61,10 +71,12 @@ class ExpertRounder:
             if observation.after_transforms and rounded
             else None
         )
-        self._hessians = self._statistics(HESSIAN) if guided and rounded else None
+        self._hessians = (
+            self._statistics(HESSIAN) if guided_rounding is not None and rounded else None
+        )
 
     def _statistics(self, wanted: frozenset[Statistic]) -> ExpertStatistics:
-        options = self._rounder.recipe.calibration
+        options = self._rounding.planned.recipe.calibration
         return ExpertStatistics(
             self._experts, wanted, all_tokens=options.expert_tokens == "all", seed=options.seed
         )
@@ -75,7 +87,7 @@ class ExpertRounder:
         Args:
             process_expert: runs the unit of an expert unless it is done.
         """
-        experts, block, tensors = self._experts, self._block, self._rounder.tensors
+        experts, block, tensors = self._experts, self._block, self._tensors
         assert experts.tokens is not None
         if self._accumulate_outputs:
             experts.tokens.begin_outputs()
@@ -93,13 +105,13 @@ class ExpertRounder:
                 experts.run(number, *experts.tokens.routed_to(number), {}, add=True)
             experts.release(number)
             trim()
-        min_tokens = self._rounder.recipe.calibration.min_expert_tokens
+        min_tokens = self._rounding.planned.recipe.calibration.min_expert_tokens
         events = few_token_events(experts.name, counts, min_tokens) if self._targets else []
         return {"events": [event.to_json() for event in events]}
 
     def _round_expert(self, number: int, count: int) -> Record:
         """Transform, round and write one expert that receives ``count`` tokens; return its record."""
-        block, rounder, rounding = self._block, self._rounder, self._rounder.rounding
+        block, rounding = self._block, self._rounding
         expert_linears = {
             name: plan for name, plan in self._targets.items() if plan.expert == number
         }
@@ -108,15 +120,15 @@ class ExpertRounder:
         statistics = {
             shared.key: before[block.stack_parameter_of(shared.key)] for shared in inputs if before
         }
-        record, statistics = rounder.apply_transforms(block, statistics, expert_linears)
+        record, statistics = apply_transforms(rounding.planned, block, statistics, expert_linears)
         if self._statistics_after is not None and expert_linears:
             after = self._statistics_after.compute(number, add=False)
             for key, seen in statistics.items():
                 statistics[key] = seen.with_ranges_of(after[block.stack_parameter_of(key)])
         quantized = {name: plan for name, plan in expert_linears.items() if plan.scheme}
         rounded: Record = {}
-        if rounder.guided_rounding is not None and self._hessians is not None:
-            rounded = rounder.guided_rounding.round_expert_linears(
+        if self._guided_rounding is not None and self._hessians is not None:
+            rounded = self._guided_rounding.round_expert_linears(
                 block, self._hessians, inputs, statistics, quantized
             )
         else:
@@ -133,7 +145,7 @@ class ExpertRounder:
         for values in rounded.get("metrics", {}).values():
             values["calibration_tokens"] = float(count)
         merge_records(record, rounded)
-        for local, tensor in rounder.tensors.unquantized(block).items():
+        for local, tensor in self._tensors.unquantized(block).items():
             if tensor.expert == number:
                 rounding.output.write_unquantized(tensor, block.parameter(local))
         return record

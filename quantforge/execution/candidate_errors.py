@@ -36,8 +36,8 @@ from quantforge.quantizers.guidance.token_weights import TokenWeights
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
-    from quantforge.execution.execute import RunInputs
     from quantforge.execution.journal import Journal, Record
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.model.block import DecoderBlock
     from quantforge.planning.planner import Planned
     from quantforge.quantizers import Rounder

@@ -16,21 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantforge.events import Event
-from quantforge.execution.calibrated_block import (
-    BlockRounder,
-    BlockTensors,
-    observe,
-    observe_head,
-    observes_after_transforms,
-)
+from quantforge.execution.block_tensors import BlockTensors
+from quantforge.execution.calibrated_block import BlockRounder, observe
 from quantforge.execution.data_free import DataFreeRounder
 from quantforge.execution.guide import GuidedRounding, compute_token_weights, open_token_weights
 from quantforge.execution.journal import (
@@ -40,6 +33,7 @@ from quantforge.execution.journal import (
     events_of,
     figures_of,
 )
+from quantforge.execution.observation import observe_head, observes_after_transforms
 from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.run_tuning import TuningStep
 from quantforge.execution.unit_output import UnitOutput
@@ -57,16 +51,11 @@ from quantforge.numerics.threads import reproducible
 from quantforge.progress import phase, progress_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantforge.execution.calibration import CalibrationData
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.execution.shared_run import FinishedUnit
-    from quantforge.files.reader import Checkpoint
-    from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
     from quantforge.quantizers.tuning.tuning_stream import TuningStream
-    from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
 
@@ -165,53 +154,6 @@ def can_share_pass(planned: Planned) -> bool:
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.model_layout.layers)
     return not (stacks or plan.guided_hessians or observes_after_transforms(plan))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RunInputs:
-    """Everything that determines the bytes of one result, read before the run begins.
-
-    Attributes:
-        planned: the plan, its recipe and the matched checkpoint.
-        settings: how to run.
-        checkpoint: the source after changes by the recipe; weights are verified against their digests when read.
-        source: description of the source for the manifest.
-        calibrated: calibration data; None if not needed.
-        importance: mean squares of input columns known without calibration, by tensor.
-        fingerprint: fingerprint that a resumed run has to match.
-    """
-
-    planned: Planned
-    settings: Settings
-    checkpoint: Checkpoint
-    source: Mapping[str, Any]
-    calibrated: CalibrationData | None
-    importance: Mapping[str, Tensor]
-    fingerprint: Mapping[str, str]
-
-    @property
-    def sample(self) -> Sample | None:
-        """Return the calibration rows that pass through the blocks; None if the plan needs none."""
-        return self.calibrated.sample if self.calibrated and self.planned.plan.needs else None
-
-    def stream(
-        self, sample: Sample, directory: Path, states: HiddenStates | None = None
-    ) -> ModelStream:
-        """Return an iterator over the blocks of the source with the rows that reach them.
-
-        Args:
-            sample: calibration rows.
-            directory: directory for hidden states if they are kept on disk.
-            states: store for the hidden states between blocks, used instead of the default one.
-        """
-        from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
-
-        options, settings = self.planned.recipe.calibration, self.settings
-        on_disk = directory if settings.activations == "disk" else None
-        return ModelStream(
-            self.checkpoint, self.planned.model_layout, sample, micro_batch=options.micro_batch,
-            device=settings.device, activations=states or on_disk, precision=options.precision,
-        )  # fmt: skip
 
 
 class Run:

@@ -35,8 +35,8 @@ from quantforge.quantizers.guidance.token_weights import TokenWeights, clip_larg
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
-    from quantforge.execution.execute import RunInputs
     from quantforge.execution.rounding import MatrixRounder
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.model.block import DecoderBlock
     from quantforge.model.expert_statistics import ExpertStatistics
     from quantforge.planning.planner import Planned

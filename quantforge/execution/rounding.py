@@ -26,7 +26,7 @@ from quantforge.settings import rounding_workers
 
 if TYPE_CHECKING:
     from quantforge.architectures.match import ModelLayout
-    from quantforge.execution.execute import RunInputs
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.files.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor

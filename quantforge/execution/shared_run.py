@@ -33,12 +33,8 @@ from torch import Tensor
 
 from quantforge.errors import BusyError, InputError, IntegrityError, ResourceError
 from quantforge.execution import claims as claiming
-from quantforge.execution.calibrated_block import (
-    BlockRounder,
-    BlockTensors,
-    observe,
-    observe_head,
-)
+from quantforge.execution.block_tensors import BlockTensors
+from quantforge.execution.calibrated_block import BlockRounder, observe
 from quantforge.execution.data_free import DataFreeRounder
 from quantforge.execution.journal import (
     Record,
@@ -47,6 +43,7 @@ from quantforge.execution.journal import (
     recorded_fingerprint,
     written,
 )
+from quantforge.execution.observation import observe_head
 from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTSIDE_BLOCKS, Unit, block_unit, claimable_units
@@ -62,7 +59,7 @@ from quantforge_files.roles import HIDDEN_STATES
 
 if TYPE_CHECKING:
     from quantforge.execution.claims import Claim, Claims
-    from quantforge.execution.execute import RunInputs
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.files.stage import Stage
     from quantforge.model.block import DecoderBlock
     from quantforge.model.stream import ModelStream

@@ -18,7 +18,7 @@ from quantforge.api.job import Job
 from quantforge.artifacts import manifest
 from quantforge.execution import execute as execution
 from quantforge.execution import unit_output
-from quantforge.execution.execute import RunInputs
+from quantforge.execution.run_inputs import RunInputs
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from quantforge.execution.calibrated_block import BlockTensors
+from quantforge.execution.block_tensors import BlockTensors
 from quantforge.formats.storage import get_storage
 from quantforge.plans import Action, StoredTensor, TensorPlan
 
