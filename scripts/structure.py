@@ -3,9 +3,10 @@
     python scripts/structure.py [--json] [--tests]
     python scripts/structure.py --write     # rewrite the table of files at the head of every folder
 
-The order, from top to bottom, is `ORDER`: a module imports from its own folder and from folders below it. All other
-figures are printed for information and have no limit. Except for the documentation they cover the packages, not their
-tests. Code lines are lines that are not blank, a comment or a docstring.
+The order, from top to bottom, is `ORDER`: a module imports from its own folder and from folders below it, for types
+too (``if TYPE_CHECKING``), and never in a cycle. Only `quantforge` itself is exempt: it re-exports `quantforge.api`.
+All other figures are printed for information and have no limit. Except for the documentation they cover the packages,
+not their tests. Code lines are lines that are not blank, a comment or a docstring.
 """
 
 from __future__ import annotations
@@ -63,15 +64,16 @@ def parsed(name: str) -> ast.Module:
     return ast.parse(modules()[name].read_text(encoding="utf-8"))
 
 
-def imports(name: str, *, lazy: bool) -> tuple[str, ...]:
-    """Return names of modules that a module imports: at its top, and with ``lazy`` inside of functions too."""
-    return _imported(parsed(name), lazy)
+def imports(name: str) -> tuple[str, ...]:
+    """Return names of modules that a module imports: at its top, inside of functions, and for types."""
+    return imported(parsed(name))
 
 
 @cache
-def _imported(tree: ast.Module, lazy: bool) -> tuple[str, ...]:
+def imported(tree: ast.Module) -> tuple[str, ...]:
+    """Return names of modules that a syntax tree imports anywhere."""
     found: list[str] = []
-    for node in nodes(tree, lazy=lazy):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -81,17 +83,12 @@ def _imported(tree: ast.Module, lazy: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """Yield statements that an import runs, and with ``lazy`` what functions run; never what types need."""
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a syntax tree except expressions; no statement is within one."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
-            continue
-        if isinstance(node, ast.expr):
-            continue  # no statement is within one
-        yield node
-        yield from nodes(node, lazy=lazy)
+        if not isinstance(node, ast.expr):
+            yield node
+            yield from nodes(node)
 
 
 @cache
@@ -113,11 +110,12 @@ def folder(name: str) -> str:
 
 
 def edges() -> dict[str, set[str]]:
-    """Return which modules of ours each module imports, wherever it does."""
-    return {
-        name: {other for other in imports(name, lazy=True) if other in modules()} - {name}
+    """Return which modules of ours each module imports, anywhere; `quantforge` itself counts as importing none."""
+    found = {
+        name: {other for other in imports(name) if other in modules()} - {name}
         for name in modules()
     }
+    return found | {"quantforge": set()}
 
 
 def upwards() -> list[tuple[str, str]]:

@@ -199,12 +199,12 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
         ) as writer:
             run = Run(inputs, writer, journal, finished_units(claims, units))
             yield run
-        events = run.all_events()
+        events = run.recorder.all_events()
         settings.policy.check(events)
         calibration_entry = inputs.calibrated.describe() if inputs.calibrated else None
         recipe = planned.recipe.to_toml()
         document = manifest.build_manifest(
-            plan, recipe, source, calibration_entry, events, run.figures()
+            plan, recipe, source, calibration_entry, events, run.recorder.figures()
         )
         with phase("publishing", 1.0):
             publish(stage, checkpoint, plan, planned.files, document, settings=settings)
@@ -254,7 +254,9 @@ def _open_journal(
 def _build_outcome(stage: Stage, run: Run) -> Outcome:
     """Return the outcome of a published run."""
     plan, resumed = run.inputs.planned.plan, run.journal.resumed
-    return Outcome(stage.out, plan, run.all_events(), resumed, run.scaled_activations())
+    return Outcome(
+        stage.out, plan, run.recorder.all_events(), resumed, run.recorder.scaled_activations()
+    )
 
 
 def _check_shareable(job: Job) -> None:

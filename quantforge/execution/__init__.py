@@ -35,5 +35,6 @@ In this folder:
     run_tuning          Tuning step of a run: optimize scales, norms and codes of rounded blocks on calibration rows
     shared_run          Shared runs: several processes each work on different units
     unit_output         Output of a unit of work: writes stored tensors to the weight files, reads them back
+    unit_recorder       Record the units of a run: each is timed, journaled and reported
     units               Units of work: the parts of a run (blocks, experts, head
 """

@@ -14,41 +14,35 @@ command resumes after the last finished unit; hidden states are recomputed by ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
-from quantforge.events import Event
 from quantforge.execution.block_tensors import BlockTensors
 from quantforge.execution.calibrated_block import BlockRounder, observe
 from quantforge.execution.data_free import DataFreeRounder
 from quantforge.execution.guide import GuidedRounding, compute_token_weights, open_token_weights
 from quantforge.execution.journal import (
     Journal,
-    Record,
-    count_scaled_activations,
-    events_of,
-    figures_of,
 )
 from quantforge.execution.observation import observe_head, observes_after_transforms
 from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.run_tuning import TuningStep
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.execution.unit_recorder import UnitRecorder
 from quantforge.execution.units import (
     GUIDE,
     HEAD,
     OUTSIDE_BLOCKS,
     block_unit,
-    list_units,
-    work_shares,
 )
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import get_storage
 from quantforge.numerics.threads import reproducible
-from quantforge.progress import phase, progress_of
+from quantforge.progress import phase
 
 if TYPE_CHECKING:
     from quantforge.execution.run_inputs import RunInputs
@@ -86,7 +80,7 @@ def execute(runs: Sequence[Run]) -> None:
                 # The outputs of the last block are not needed, unless it is tuned.
                 advance = block.index != last or tuning_stream is not None
                 # Runs that transform the block come last: each needs the block of the source.
-                unfinished_runs = [run for run in runs if run.unfinished([name])]
+                unfinished_runs = [run for run in runs if run.recorder.unfinished([name])]
                 unfinished_runs.sort(key=lambda run: run.rounder.has_transforms)
                 observations = observe(
                     block, [run.rounder for run in unfinished_runs], advance=advance
@@ -95,9 +89,9 @@ def execute(runs: Sequence[Run]) -> None:
                 for run, observation in zip(unfinished_runs, observations, strict=True):
                     if changed:
                         block.reload_source_weights()
-                    with run.record_unit(name, start) as record:
+                    with run.recorder.record_unit(name, start) as record:
                         rounded = run.rounder.round_block(
-                            block, observation, run.process_expert, advance=advance
+                            block, observation, run.recorder.process_expert, advance=advance
                         )
                         record.update(rounded)
                     start, changed = time.monotonic(), run.rounder.has_transforms
@@ -162,11 +156,10 @@ class Run:
     Attributes:
         inputs: inputs of the run.
         journal: records of finished units.
-        units: all units of the run, by name.
         output: writer of the current unit.
+        recorder: journals and reports the units.
         rounding: rounds and writes the matrices of one shared input.
         rounder: rounds and writes calibrated blocks.
-        tensors: planned tensors, by block.
         tuning: tuning after rounding.
     """
 
@@ -185,23 +178,19 @@ class Run:
             journal: journal of the run, or of the interrupted run that it resumes.
             finished: units that other processes finished, by name: they are only copied.
         """
-        plan, blocks = inputs.planned.plan, inputs.planned.model_layout.blocks
-        self.inputs, self.journal = inputs, journal
-        self.units = {unit.name: unit for unit in list_units(plan, blocks)}
-        self._work_shares = work_shares(self.units.values())
-        self._finished = finished
-        # Seconds spent on experts that were units nested in the current one.
-        self._expert_seconds = 0.0
+        plan = inputs.planned.plan
+        self.inputs, self.journal, self._finished = inputs, journal, finished
         self.output = UnitOutput(get_storage(plan.format), writer)
-        self.tensors = BlockTensors(plan, self.output)
+        self.recorder = UnitRecorder(inputs, journal, self.output, finished)
+        tensors = BlockTensors(plan, self.output)
         self.rounding = MatrixRounder(inputs, self.output)
-        self.rounder = BlockRounder(self.rounding, self.tensors)
-        self.tuning = TuningStep(self)
+        self.rounder = BlockRounder(self.rounding, tensors)
+        self.tuning = TuningStep(inputs, self.recorder, tensors)
 
     @property
     def head_pending(self) -> bool:
         """Return whether a quantized head has yet to be rounded after the last block."""
-        return bool(self.units[HEAD].tensors) and HEAD not in self.journal.done
+        return bool(self.recorder.units[HEAD].tensors) and HEAD not in self.journal.done
 
     @property
     def last_block(self) -> int:
@@ -227,37 +216,37 @@ class Run:
         Raises:
             IntegrityError: the checksum of a tensor does not match.
         """
-        self._work_shares = {name: share / run_count for name, share in self._work_shares.items()}
+        self.recorder.share_progress(run_count)
         self.tuning.rewrite_learned(own_pass=run_count == 1)
         sums: dict[str, int] = {}  # later records win: tuning rewrites tensors
         for record in self.journal.done.values():
             sums |= record["checksums"]
         for name, expected in sums.items():
             self.output.check(name, expected, f"start afresh: rm -r {self.journal.directory}")
-        for name in self.unfinished(self._finished):
-            with self.record_unit(name) as record:
+        for name in self.recorder.unfinished(self._finished):
+            with self.recorder.record_unit(name) as record:
                 record.update(self._finished[name].copy_to(self.output))
 
     def round_data_free_units(self) -> None:
         """Process units that need no calibration rows: tensors outside of the blocks, or all in a data-free run."""
-        for name in self.unfinished(
-            [*self.units] if self.inputs.sample is None else [OUTSIDE_BLOCKS]
+        for name in self.recorder.unfinished(
+            [*self.recorder.units] if self.inputs.sample is None else [OUTSIDE_BLOCKS]
         ):
-            with self.record_unit(name) as record:
-                record.update(DataFreeRounder(self.rounding).round_unit(self.units[name]))
+            with self.recorder.record_unit(name) as record:
+                record.update(DataFreeRounder(self.rounding).round_unit(self.recorder.units[name]))
 
     def round_head(self, stream: ModelStream) -> None:
         """Round and write a quantized head for the final hidden states, after all blocks have run."""
-        with self.record_unit(HEAD) as record:
+        with self.recorder.record_unit(HEAD) as record:
             statistics = observe_head(self.inputs.planned, stream)
-            record.update(self.rounding.round_head(self.units[HEAD].tensors, statistics))
+            record.update(self.rounding.round_head(self.recorder.units[HEAD].tensors, statistics))
 
     def finish(self) -> None:
         """Tune units not yet tuned during the pass, and mark a head without tensors as done."""
         if self.inputs.planned.plan.tune and self.inputs.sample is not None:
             self.tuning.tune_unfinished(self.inputs.sample)
-        for name in self.unfinished([HEAD]):
-            with self.record_unit(name):
+        for name in self.recorder.unfinished([HEAD]):
+            with self.recorder.record_unit(name):
                 pass
 
     @contextmanager
@@ -267,76 +256,9 @@ class Run:
         record, strips = self.journal.done.get(GUIDE), planned.plan.guided_hessians
         with open_token_weights(planned, directory, sample.ids.shape, strips, record) as weights:
             if record is None:
-                with self.record_unit(GUIDE) as guide_record:
+                with self.recorder.record_unit(GUIDE) as guide_record:
                     guide_record.update(
                         compute_token_weights(weights, self.inputs, sample, directory)
                     )
             self.rounder.guided_rounding = GuidedRounding(strips, self.rounding, weights)
             yield
-
-    def unfinished(self, names: Iterable[str]) -> list[str]:
-        """Return those of the given units that are not done."""
-        return [name for name in names if name not in self.journal.done]
-
-    @contextmanager
-    def record_unit(self, name: str, start: float | None = None) -> Iterator[Record]:
-        """Run a unit: the body writes its tensors and fills the yielded record, which is then journaled and reported.
-
-        Args:
-            name: name of the unit.
-            start: when the unit began, in seconds of the monotonic clock; default: now.
-        """
-        start = time.monotonic() if start is None else start
-        record: Record = {}
-        self.output.begin_unit()
-        with phase("", self.work_share(name), name):
-            yield record
-        self.journal.commit(name, {**record, "checksums": self.output.finish()})
-        if name not in self._finished:
-            self.report(name, record, start + self._expert_seconds)
-        self._expert_seconds = 0.0
-        self.inputs.settings.policy.check(self.events())
-
-    def process_expert(self, name: str, work: Callable[[], Record]) -> bool:
-        """Run the unit of an expert inside that of its block unless it is already done; return whether it ran."""
-        if name in self.journal.done:
-            return False
-        start = time.monotonic()
-        with self.output.nested_unit():
-            record = work()
-            self.journal.commit(name, {**record, "checksums": self.output.finish()})
-        self.report(name, record, start)
-        self._expert_seconds += time.monotonic() - start
-        return True
-
-    def work_share(self, name: str) -> float:
-        """Return a unit's share of the total work."""
-        return self._work_shares.get(name, 0.0)
-
-    def report(self, name: str, record: Record, start: float) -> None:
-        """Report to the caller that a unit which began at ``start`` is done."""
-        done, total = len(self.journal.done), len(self.units)
-        self.inputs.settings.progress(progress_of(name, record, done, total, start))
-
-    def events(self) -> list[Event]:
-        """Return the events of all finished units, in order."""
-        return events_of(self._records())
-
-    def all_events(self) -> tuple[Event, ...]:
-        """Return the events of planning, of the calibration data and of the units."""
-        calibrated = self.inputs.calibrated
-        rows = calibrated.events if calibrated else ()
-        return (*self.inputs.planned.plan.substitutions, *rows, *self.events())
-
-    def figures(self) -> dict[str, dict[str, float]]:
-        """Return the figures of every rounded tensor, by name."""
-        return figures_of(self._records())
-
-    def scaled_activations(self) -> tuple[int, int] | None:
-        """Return the number of activations with scale factors, see `count_scaled_activations`."""
-        return count_scaled_activations(self._records())
-
-    def _records(self) -> Iterator[Record]:
-        for name in self.units:
-            if name in self.journal.done:
-                yield self.journal.done[name]

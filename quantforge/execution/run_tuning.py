@@ -32,7 +32,9 @@ from quantforge.quantizers.tuning.tuned_matrix import CODES
 from quantforge_files.roles import TUNING_RESULTS
 
 if TYPE_CHECKING:
-    from quantforge.execution.execute import Run
+    from quantforge.execution.block_tensors import BlockTensors
+    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.execution.unit_recorder import UnitRecorder
     from quantforge.model.block import DecoderBlock
     from quantforge.quantizers.tuning.tuned_block import TunedBlock, WrittenBlock
     from quantforge.quantizers.tuning.tuning_stream import TuningResult, TuningStream
@@ -42,12 +44,18 @@ MAX_LISTED_EXPERTS = 8  # in the text of an event
 
 
 class TuningStep:
-    """Tunes the written blocks of a run."""
+    """Tunes the written blocks of a run.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._planned, self._settings = run.inputs.planned, run.inputs.settings
-        self._journal, self._output = run.journal, run.output
+    Args:
+        inputs: inputs of the run.
+        recorder: journals and reports the units.
+        tensors: planned tensors, by block.
+    """
+
+    def __init__(self, inputs: RunInputs, recorder: UnitRecorder, tensors: BlockTensors) -> None:
+        self._inputs, self._recorder, self._tensors = inputs, recorder, tensors
+        self._planned, self._settings = inputs.planned, inputs.settings
+        self._journal, self._output = recorder.journal, recorder.output
         self._has_own_pass = False
 
     @property
@@ -103,7 +111,7 @@ class TuningStep:
 
         settings = self._settings
         return TuningStream(
-            self._run.inputs.checkpoint, self._planned.model_layout, sample, device=settings.device,
+            self._inputs.checkpoint, self._planned.model_layout, sample, device=settings.device,
             micro_batch=self._planned.recipe.calibration.micro_batch,
             activations=self._journal.directory if settings.activations == "disk" else None,
         )  # fmt: skip
@@ -114,7 +122,7 @@ class TuningStep:
         All earlier blocks must have been passed to this method too. Errors as `tune_unfinished`.
         """
         name, start = tune_unit(decoder_block.index), time.monotonic()
-        with phase("", self._run.work_share(name), TUNE):
+        with phase("", self._recorder.work_share(name), TUNE):
             if self._planned.plan.transforms:
                 decoder_block.reload_source_weights()
             if name not in self._journal.done:
@@ -138,7 +146,7 @@ class TuningStep:
         if not unfinished:
             return
         seed = self._planned.recipe.calibration.seed
-        with phase("", sum(map(self._run.work_share, unfinished)), TUNE):
+        with phase("", sum(map(self._recorder.work_share, unfinished)), TUNE):
             if unfinished != [TUNE]:
                 with self.stream(sample) as stream:
                     for tuned in stream.tune_blocks(
@@ -169,8 +177,8 @@ class TuningStep:
         record = self._save_learned(name, blocks, details)
         self._journal.commit(name, record)
         self._write_learned(name, record)
-        self._run.report(name, record, start)
-        self._settings.policy.check(self._run.events())
+        self._recorder.report(name, record, start)
+        self._settings.policy.check(self._recorder.events())
 
     def _save_learned(self, unit: str, blocks: Sequence[TunedBlock], details: Record) -> Record:
         """Save the tuned values of blocks in a file next to the journal; return the record of the unit."""
@@ -232,11 +240,11 @@ class TuningStep:
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
-            for name, tensor in self._run.tensors.quantized_linears(decoder_block).items()
+            for name, tensor in self._tensors.quantized_linears(decoder_block).items()
         }
         if self._planned.plan.transforms:  # norm gains start from the transformed ones
-            self._run.tensors.load_written_parameters(decoder_block)
-        unquantized = self._run.tensors.unquantized(decoder_block)
+            self._tensors.load_written_parameters(decoder_block)
+        unquantized = self._tensors.unquantized(decoder_block)
 
         def stored(local: str) -> Tensor:
             plan = unquantized[local]
@@ -251,7 +259,7 @@ class TuningStep:
     def _changed_tensors(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that tuning changed, and record by how much."""
         found: list[tuple[str, Tensor]] = []
-        for linear, tensor in self._run.tensors.quantized_linears(block.decoder_block).items():
+        for linear, tensor in self._tensors.quantized_linears(block.decoder_block).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
@@ -262,7 +270,7 @@ class TuningStep:
                 changes = matrix.codes[CODES].snapshot()
                 figures["changed_codes"] = float(changes.count_nonzero()) / changes.numel()
             merge_records(record, {"metrics": {tensor.name: figures}})
-        unquantized = self._run.tensors.unquantized(block.decoder_block)
+        unquantized = self._tensors.unquantized(block.decoder_block)
         for name, gains in block.gains.items():
             tensor = unquantized[name]
             (before_,) = self._output.read(tensor).values()

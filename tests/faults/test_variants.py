@@ -14,6 +14,7 @@ from quantforge.api.variants import plan_variants
 from quantforge.cli.progress_bar import Clock
 from quantforge.errors import QuantForgeError
 from quantforge.execution import execute
+from quantforge.execution.unit_recorder import UnitRecorder
 from quantforge.files.disk import run_folder
 from quantforge.progress import report_to
 from quantforge.settings import Settings
@@ -54,7 +55,7 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     assert tree(together) == tree(alone)
     assert _made(model, together) == ()
 
-    report = execute.Run.report
+    report = UnitRecorder.report
     calls = []
 
     def stopping(self, name, *args):
@@ -63,7 +64,7 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
         if len(calls) == 3:
             raise StopError
 
-    with patch.object(execute.Run, "report", stopping), pytest.raises(StopError):
+    with patch.object(UnitRecorder, "report", stopping), pytest.raises(StopError):
         _made(model, stopped)
     told = []
     with report_to(told.append):

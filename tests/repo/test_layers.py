@@ -42,6 +42,13 @@ def test_no_modules_import_each_other_in_a_circle():
     assert structure.circles() == []
 
 
+def test_imports_in_functions_and_for_types_count_too():
+    tree = ast.parse(
+        "if TYPE_CHECKING:\n    import quantforge.plans\ndef f():\n    from quantforge import recipe\n"
+    )
+    assert structure.imported(tree) == ("quantforge.plans", "quantforge.recipe")
+
+
 def test_an_import_upwards_and_a_circle_would_be_seen(monkeypatch):
     known = structure.edges()
     planted = {"quantforge.errors": {"quantforge.recipe"}}
@@ -124,7 +131,7 @@ FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 def test_nothing_runs_what_a_model_brings_along():
     for name in modules():
-        roots = {other.split(".")[0] for other in imports(name, lazy=True)}
+        roots = {other.split(".")[0] for other in imports(name)}
         assert not roots & FORBIDDEN_MODULES, name
         for node in ast.walk(parsed(name)):
             if isinstance(node, ast.Call):
