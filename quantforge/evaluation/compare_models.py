@@ -37,7 +37,7 @@ from quantforge.evaluation.reference_text import (
     TokenizedPrompts,
     tokenize_prompts,
 )
-from quantforge.evaluation.saved_rows import SavedRows
+from quantforge.evaluation.saved_rows import SCHEMA, SavedRows
 from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.tasks import run as run_tasks
@@ -59,7 +59,6 @@ from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.text_processing import as_input_errors, load_model_tokenizer
 from quantforge.settings import Settings
 
-SCHEMA = "quantforge.eval/2"
 QUALITY_DTYPE, SPEED_DTYPE = torch.float32, torch.bfloat16
 EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)

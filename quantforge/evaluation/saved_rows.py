@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantforge.evaluation.options import EvaluationOptions
     from quantforge.settings import Settings
 
+SCHEMA = "quantforge.eval/2"  # of the document, whose rows are stored
 MAX_AGE_SECONDS = 14 * 24 * 3600  # older files are deleted
 
 
@@ -111,7 +112,7 @@ def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, setting
         instruction_sets.allowed_instruction_set(),
     ]
     chosen_options = [repr(options), options.text, settings.device, settings.input_bits]
-    environment = [*chosen_options, manifest.versions(), machine, torch.get_num_threads()]
+    environment = [SCHEMA, *chosen_options, manifest.versions(), machine, torch.get_num_threads()]
     return hashlib.sha256(
         json.dumps([environment, file_states], sort_keys=True).encode()
     ).hexdigest()
