@@ -33,33 +33,33 @@ _EXAMPLES = {
 }
 
 
-def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+def check_names(requested: Iterable[str], known: Iterable[str]) -> None:
     """Refuse unknown option names.
 
     Raises:
         UsageError: naming the first one, and the nearest known name.
     """
     names = {*known}
-    for name in given:
+    for name in requested:
         if name not in names:
             raise UsageError(f"no option '{name}'", nearest_hint(name, names))
 
 
-def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
+def check_types(kind: Any, arguments: Mapping[str, Any], where: str = "") -> None:
     """Refuse values without the types declared by a function, dataclass or typed dictionary.
 
     Unknown names are ignored.
 
     Args:
         kind: the function or class with the annotations.
-        given: the values by name.
+        arguments: the values by name.
         where: prefix of the names in messages, such as ``settings.``.
 
     Raises:
         UsageError: naming the first such value and the expected types.
     """
     scope = sys.modules[kind.__module__].__dict__
-    for name, value in given.items():
+    for name, value in arguments.items():
         if (annotation := kind.__annotations__.get(name)) is None:
             continue
         expected = [*_allowed_types(getattr(annotation, "__forward_arg__", annotation), scope)]
@@ -93,12 +93,12 @@ def check_arguments(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P,
         known = {*parameters, *(name for kind in kinds for name in kind.__annotations__)}
 
         @wraps(verb)
-        def checked(*given: P.args, **options: P.kwargs) -> R:
+        def checked(*args: P.args, **options: P.kwargs) -> R:
             check_names(options, known)
             for kind in kinds:
                 check_types(kind, options)
-            check_types(verb, {**dict(zip(parameters, given, strict=False)), **options})
-            return verb(*given, **options)
+            check_types(verb, {**dict(zip(parameters, args, strict=False)), **options})
+            return verb(*args, **options)
 
         return checked
 
@@ -114,15 +114,15 @@ def strict_fields(kind: type[R]) -> type[R]:
     fields_signature = signature(kind)
 
     @wraps(original_init)
-    def checked(self: R, *given: Any, **named: Any) -> None:
+    def checked(self: R, *args: Any, **named: Any) -> None:
         check_names(named, fields_signature.parameters)
         try:
-            fields_signature.bind(*given, **named)
+            fields_signature.bind(*args, **named)
         except TypeError as error:
             raise UsageError(
                 f"{kind.__name__}: {error}", f"its fields: {', '.join(fields_signature.parameters)}"
             ) from error
-        original_init(self, *given, **named)
+        original_init(self, *args, **named)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]
     return kind
@@ -136,7 +136,7 @@ def as_list(values: str | Path | Iterable[str | Path]) -> Sequence[str | Path]:
 def _is_instance(value: object, expected: Any) -> bool:
     """Return whether a value has a type; an int is accepted as a float, a bool is neither."""
     if isinstance(expected, str):
-        return expected in {one.__name__ for one in type(value).__mro__}
+        return expected in {base.__name__ for base in type(value).__mro__}
     if isinstance(value, bool):
         return expected in {bool, object}
     if expected is Sequence:
@@ -149,11 +149,11 @@ def _allowed_types(annotation: str, scope: Mapping[str, Any]) -> Iterator[Any]:
     while "[" in annotation:
         annotation = re.sub(r"\[[^][]*\]", "", annotation)
     for name in map(str.strip, annotation.split("|")):
-        found = scope.get(name, vars(builtins).get(name, name.rpartition(".")[2]))
-        for one in get_args(found) if isinstance(found, UnionType) else [found]:
-            if one is Literal:
+        resolved = scope.get(name, vars(builtins).get(name, name.rpartition(".")[2]))
+        for member in get_args(resolved) if isinstance(resolved, UnionType) else [resolved]:
+            if member is Literal:
                 yield object
-            elif is_typeddict(one):
+            elif is_typeddict(member):
                 yield Mapping
             else:
-                yield NoneType if one is None else get_origin(one) or one
+                yield NoneType if member is None else get_origin(member) or member

@@ -54,17 +54,17 @@ def parse_cache_kinds(names: str, option: str = "--cache") -> tuple[str, ...]:
     Raises:
         UsageError: the list is empty or has an unknown type.
     """
-    words, found = str(names).split(","), []
-    while words:
-        name = words.pop(0)
-        if name.startswith(_KEY_VALUE_PREFIXES) and words:
-            name += f",{words.pop(0)}"
+    parts, kinds = str(names).split(","), []
+    while parts:
+        name = parts.pop(0)
+        if name.startswith(_KEY_VALUE_PREFIXES) and parts:
+            name += f",{parts.pop(0)}"
         if not name:
             raise UsageError(
                 f"{option} {names}: a name is empty", f"{option} {','.join(WORDS[1:])}"
             )
-        found.append(format_cache_kind(*parse_cache_kind(name, option)))
-    return tuple(dict.fromkeys(found))
+        kinds.append(format_cache_kind(*parse_cache_kind(name, option)))
+    return tuple(dict.fromkeys(kinds))
 
 
 def completions(incomplete: str) -> list[str]:

@@ -151,13 +151,13 @@ def target_of(engine: str) -> Target:
     return TARGETS[engine.lower()]
 
 
-def with_engine_defaults(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_engine_defaults(engine: str, given_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options, completed with the engine's default format and scheme if they name no format, scheme or type.
 
     Raises:
         UsageError: no such engine, or no default for this number of bits.
     """
-    target, options = target_of(engine), dict(given)
+    target, options = target_of(engine), dict(given_options)
     if options.get("format") or options.get("scheme") or options.get("type"):
         return options
     bits = options.pop("bits", None) or 4
@@ -195,12 +195,12 @@ def check_engine(
     if engine is None:
         return ()
     target = target_of(engine)
-    wanted = f"--bits {join_with_or(target.default_options)}"
+    option_text = f"--bits {join_with_or(target.default_options)}"
     for verdict in verdicts:
         if verdict.engine == target.verdict_engine and verdict.loads is False:
             raise RefusedError(
                 f"{engine} does not load this in {key}: {verdict.reason}",
-                f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",
+                f"drop --format and --scheme and take {option_text}, which --for {engine} knows how to make",
             )
     if serving.devices > 1 and not target.devices:
         raise RefusedError(f"{engine} does not split a model by tensors", "drop --tensor-parallel")
@@ -267,16 +267,16 @@ def with_output_path(note: str, out: object) -> str:
 
     def filled_in(match: re.Match[str]) -> str:
         quoted = note.count("'", 0, match.start()) % 2
-        beside = "" if "/" in str(out) else "./"  # or an engine takes it for a name
-        return f"{beside}{out}".replace("'", "'\\''") if quoted else shlex.quote(str(out))
+        path_prefix = "" if "/" in str(out) else "./"  # or an engine takes it for a name
+        return f"{path_prefix}{out}".replace("'", "'\\''") if quoted else shlex.quote(str(out))
 
     return re.sub(rf"\b{_PLACE}\b", filled_in, note)
 
 
 def preferred_formats(engine: str) -> tuple[str, ...]:
     """Return the default formats of an engine."""
-    wanted = target_of(engine).default_options.values()
-    return tuple(dict.fromkeys(options["format"] for options in wanted))
+    option_sets = target_of(engine).default_options.values()
+    return tuple(dict.fromkeys(options["format"] for options in option_sets))
 
 
 def _check_split(tensor: TensorPlan, parallel: int) -> None:
@@ -393,8 +393,12 @@ def _served(engine: str, path: str, *, chat: bool) -> str:
     command = command_of(engine, path, Serving(), name=label)
     if not target.port:
         return command
-    asked = {"messages": [{"role": "user", "content": _QUESTION}]} if chat else {"prompt": _PROMPT}
-    request = json.dumps({"model": label if target.named else path, **asked, "max_tokens": 64})
+    prompt_fields = (
+        {"messages": [{"role": "user", "content": _QUESTION}]} if chat else {"prompt": _PROMPT}
+    )
+    request = json.dumps(
+        {"model": label if target.named else path, **prompt_fields, "max_tokens": 64}
+    )
     route = "chat/completions" if chat else "completions"
     return (
         f"{command}\n\n# in another terminal\n"

@@ -166,7 +166,7 @@ def nearest_hint(
         else the closest words, or the known ones.
     """
     words, normalized = sorted(known), _letters_and_digits(word)
-    close: Sequence[str] = [one for one in words if _letters_and_digits(one) == normalized][:1]
+    close: Sequence[str] = [name for name in words if _letters_and_digits(name) == normalized][:1]
     other_tool_hint = next(
         (hint for names, hint in (elsewhere or {}).items() if normalized in names.split()), ""
     )
@@ -174,7 +174,7 @@ def nearest_hint(
         return other_tool_hint
     close = close or _closest(word, words)
     if close:
-        quoted = [f"'{one}'" for one in close]
+        quoted = [f"'{name}'" for name in close]
         return f"did you mean {' or '.join(quoted)}?"
     shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
     return f"known: {shown}"
@@ -186,19 +186,19 @@ def _closest(word: str, words: Sequence[str]) -> Sequence[str]:
     longer = [candidate for key, candidate in by_lower_case.items() if key.startswith(word.lower())]
     if len(word) > 1 and 0 < len(longer) <= MAX_COMPLETIONS:
         return longer
-    found = [
+    matches = [
         by_lower_case[key]
         for key in get_close_matches(word.lower(), by_lower_case, n=4, cutoff=0.5)
     ]
     same = [
         candidate
-        for candidate in found
+        for candidate in matches
         if re.findall(r"\d+", candidate) == re.findall(r"\d+", word)
     ]
     return [
         candidate
-        for candidate in same or found
-        if _similarity(candidate, word) == _similarity((same or found)[0], word)
+        for candidate in same or matches
+        if _similarity(candidate, word) == _similarity((same or matches)[0], word)
     ]
 
 

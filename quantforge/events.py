@@ -86,10 +86,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.allow, Mapping) or not all(
-            type(one) is int for one in self.allow.values()
+            type(count) is int for count in self.allow.values()
         ):
-            given = f"allow = {self.allow!a:.60}: how many events of which kind"
-            raise UsageError(given, 'e.g. {"substitution": 1}')
+            message = f"allow = {self.allow!a:.60}: how many events of which kind"
+            raise UsageError(message, 'e.g. {"substitution": 1}')
         for kind in self.allow:
             if kind not in KINDS:
                 raise UsageError(f"--allow {kind}: no such event", nearest_hint(kind, KINDS))

@@ -178,8 +178,11 @@ def _activation(text: str) -> Activation:
         raise InputError(f"activation '{text}': '{granularity}'", "write token, tensor or g128")
     if mode not in {"dynamic", "static"} or (mode == "static" and granularity == "token"):
         raise InputError(f"activation '{text}': '{mode}'", "write token:dynamic or tensor:static")
-    threshold, kept = _threshold(text, fields[3:4]), _outlier_columns(text, fields[4:])
-    return Activation(grid, granularity, mode == "dynamic", threshold, kept)
+    threshold, max_outlier_columns = (
+        _threshold(text, fields[3:4]),
+        _outlier_columns(text, fields[4:]),
+    )
+    return Activation(grid, granularity, mode == "dynamic", threshold, max_outlier_columns)
 
 
 def _threshold(text: str, fields: list[str]) -> float | None:

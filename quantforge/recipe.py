@@ -146,8 +146,8 @@ class CalibrationOptions:
     @property
     def importance_file(self) -> str | None:
         """Return the name of the importance file, None if importance is not read from a file."""
-        found = self.source.removeprefix(IMATRIX)
-        return None if found == self.source else found
+        file_name = self.source.removeprefix(IMATRIX)
+        return None if file_name == self.source else file_name
 
     @property
     def writes_own_text(self) -> bool:
@@ -227,8 +227,8 @@ class Recipe:
         if self.bits is not None and self.scheme is not None:
             raise RecipeError("'bits' and 'scheme' are both given", "--bits or --scheme")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
-            beside = "'type' is given beside 'bits' or 'scheme'"
-            raise RecipeError(beside, "a type decides every tensor")
+            message = "'type' is given beside 'bits' or 'scheme'"
+            raise RecipeError(message, "a type decides every tensor")
 
     @property
     def zeros(self) -> Sparsity | None:
@@ -378,8 +378,8 @@ def read_toml(
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        if found := _PYTHON_BOOLEAN.search(_strip_strings(text)):
-            example = f"TOML writes {found[1].lower()}, not {found[1]}"
+        if match := _PYTHON_BOOLEAN.search(_strip_strings(text)):
+            example = f"TOML writes {match[1].lower()}, not {match[1]}"
         raise InputError(f"{origin}: not TOML: {error}", example) from error
 
 
@@ -430,12 +430,12 @@ def _convert_value(hint: Any, value: Any, origin: str) -> Any:
 def recipe_differences(there: str, here: str) -> list[str]:
     """Return the keys in which two recipes differ, each with both values; ``recipe`` if one cannot be read."""
     try:
-        found = [_flatten(read_toml(text, "recipe"), "") for text in (there, here)]
+        flat_recipes = [_flatten(read_toml(text, "recipe"), "") for text in (there, here)]
     except InputError:
         return ["recipe"]
     lines = []
-    for key in dict.fromkeys(key for values in found for key in values):
-        values = [values.get(key, "unset") for values in found]
+    for key in dict.fromkeys(key for values in flat_recipes for key in values):
+        values = [values.get(key, "unset") for values in flat_recipes]
         if values[0] != values[1]:
             lines.append(key if key.endswith("sha256") else difference_line(key, *values))
     return lines

@@ -60,6 +60,6 @@ def _module_files(library: Path, name: str) -> list[Path]:
     ]
 
 
-def joined(found: Iterable[Document]) -> str:
+def joined(documents: Iterable[Document]) -> str:
     """Return the texts of all documents, joined by line breaks."""
-    return "\n".join(document.text for document in found)
+    return "\n".join(document.text for document in documents)

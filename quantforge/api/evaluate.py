@@ -266,7 +266,7 @@ def _evaluation_options(
 
     if tasks is not None:
         check(tasks)
-    given: Mapping[str, Any] = {**options}
+    given_options: Mapping[str, Any] = {**options}
     unchanged = ("windows", "length", "speed", "engine")  # passed on unchanged
     text = options.get("text")
     source = find_reference_text(reference) if text is None else text
@@ -280,7 +280,7 @@ def _evaluation_options(
         tasks=tasks,
         prompts=_requested_prompts(reference, options, settings),
         correction=Path(adapter) if (adapter := options.get("correction")) else None,
-        **{key: given[key] for key in unchanged if key in given},
+        **{key: given_options[key] for key in unchanged if key in given_options},
     )
     max_bytes = MAX_BYTES_PER_TOKEN * resolved.windows * resolved.length
     return replace(resolved, text=read_text(source, max_bytes, offline=settings.offline))

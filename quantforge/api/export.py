@@ -199,12 +199,12 @@ def _needs_quantization_run(checkpoint: Checkpoint, target_format: str, *, typed
     return typed and decode_if_low_precision(checkpoint) is not checkpoint
 
 
-def _refuse_type_of_decoded(checkpoint: Checkpoint, wanted: Recipe) -> None:
+def _refuse_type_of_decoded(checkpoint: Checkpoint, recipe: Recipe) -> None:
     """Raise `RefusedError` for a number type with a source in low precision, which is decoded to its own type."""
-    if wanted.format == PLAIN and wanted.type is not None:
+    if recipe.format == PLAIN and recipe.type is not None:
         first = f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
         raise RefusedError(
-            f"--type {wanted.type}: {checkpoint.path} is decoded into its own type first",
+            f"--type {recipe.type}: {checkpoint.path} is decoded into its own type first",
             f"`{first}`, then --type on DIR",
         )
 
@@ -294,7 +294,7 @@ def find_loadable_format(
 
 def _quantize_again(
     checkpoint: Checkpoint,
-    wanted: Recipe,
+    recipe: Recipe,
     out: Path | None,
     settings: Settings,
     source: str | Path | None,
@@ -310,23 +310,23 @@ def _quantize_again(
     """
     if source is not None:
         original = open_model(resolve_model(str(source), settings.offline))
-        if wanted.rules or wanted.ignore or wanted.scales == "reference":
+        if recipe.rules or recipe.ignore or recipe.scales == "reference":
             raise UsageError(
                 f"--source: {checkpoint.path} is quantized again by the recipe that it was made with",
                 "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
             )
         recorded = replace(
             _recorded_recipe(checkpoint, original),
-            format=wanted.format,
-            type=wanted.type,
-            pre_tokenizer=wanted.pre_tokenizer,
+            format=recipe.format,
+            type=recipe.type,
+            pre_tokenizer=recipe.pre_tokenizer,
             bits=None,
             scheme=None,
             rules=(),
             lm_head="keep",
-            embedding=wanted.embedding,
+            embedding=recipe.embedding,
             kv_cache="none",
-            max_shard_bytes=wanted.max_shard_bytes,
+            max_shard_bytes=recipe.max_shard_bytes,
         )
         check_calibration_given(recorded.calibration, settings)
         check_adapter_given(recorded.adapter, settings.adapter)
@@ -334,12 +334,12 @@ def _quantize_again(
     if not requantize:
         quoted_path = shlex.quote(str(checkpoint.path))
         raise RefusedError(
-            f"{checkpoint.path}: already quantized; --type {wanted.type} would be a second quantization",
-            f"`quantforge export {quoted_path} --type {wanted.type} --requantize` accepts the loss;"
+            f"{checkpoint.path}: already quantized; --type {recipe.type} would be a second quantization",
+            f"`quantforge export {quoted_path} --type {recipe.type} --requantize` accepts the loss;"
             " --source MODEL, the model that it was made from, has none",
         )
     checkpoint, *events = decoded_source(checkpoint)
-    return quantize_opened(checkpoint, wanted, out, settings, *events)
+    return quantize_opened(checkpoint, recipe, out, settings, *events)
 
 
 def _recorded_recipe(quantized: Checkpoint, original: Checkpoint) -> Recipe:
@@ -358,7 +358,7 @@ def _recorded_recipe(quantized: Checkpoint, original: Checkpoint) -> Recipe:
 
 def _move_codes(
     checkpoint: Checkpoint,
-    wanted: Recipe,
+    recipe: Recipe,
     notes: tuple[str, ...],
     out: Path | None,
     settings: Settings,
@@ -369,13 +369,13 @@ def _move_codes(
 
     Args:
         checkpoint: the model.
-        wanted: the format and all other choices.
+        recipe: the format and all other choices.
         notes: remarks on the choice of the format.
         out: path of the result; the default of `naming` when None.
         settings: how to run.
         allow_inexact: accept rounding.
     """
-    if wanted.format == GGUF and checkpoint.path.is_file():
+    if recipe.format == GGUF and checkpoint.path.is_file():
         raise RefusedError(
             f"{checkpoint.path}: is a file of that format already, with the types that it has",
             "use it as it is; to round it again:"
@@ -386,15 +386,15 @@ def _move_codes(
     plan_conversion = partial(
         plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj
     )
-    conversion = plan_conversion(wanted, notes_before=notes)
-    if wanted.format == PLAIN and wanted.type is None and not allow_inexact:
+    conversion = plan_conversion(recipe, notes_before=notes)
+    if recipe.format == PLAIN and recipe.type is None and not allow_inexact:
         dtype, reason = lossless_dtype(conversion)  # decided from values, not headers
         if dtype is not None:
             lossless_note = (
                 f"numbers are stored as {dtype}, which loses nothing ({reason}); {_HALF_SIZE_HINT}"
             )
             conversion = plan_conversion(
-                replace(wanted, type=dtype), notes_before=(*notes, lossless_note)
+                replace(recipe, type=dtype), notes_before=(*notes, lossless_note)
             )
     plan = conversion.plan
     stage = stage_for(plan, conversion.files, out, settings, checkpoint)

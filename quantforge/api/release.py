@@ -210,14 +210,16 @@ def release(
         with exclusive_lock(directory / SPEC, settings.note):
             _prepare_directories(planned)
         scored = 1 + len(variants.jobs) if requested.scoring.text else 0
-        made = variants.make(directory / SPEC, scored)
+        made_variants = variants.make(directory / SPEC, scored)
         with exclusive_lock(directory / SPEC, settings.note), phase("publishing", 1.0):
             _write_if_changed(
                 directory / SPEC, planned.spec_bytes
             )  # another release may have begun here
             finished = _score_and_write(planned)
     repository = requested.card.repository
-    return Released(directory, finished, made, planned.reports, planned.left_out, repository)
+    return Released(
+        directory, finished, made_variants, planned.reports, planned.left_out, repository
+    )
 
 
 def plan_release(
@@ -370,7 +372,7 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
     outputs = {out: (manifest.read_manifest(out) or {})["outputs"] for out in outs.values()}
     listed = {
         out: {
-            name: one for name, one in files.items() if name != CARD
+            name: content for name, content in files.items() if name != CARD
         }  # cards change: they get figures
         for out, files in outputs.items()
     }
@@ -378,13 +380,13 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
     key = _evaluation_key(planned, [*listed.values()])
     figures, evaluation = _evaluate_variants(planned, key)
     released = []
-    for one in planned.spec.variants:
-        out, plan = outs[one.name], planned.variants.jobs[one.name].planned.plan
-        scored = figures.get(one.name, {})
-        failed = one.gates.failed({**scored, "weight_bytes": plan.output_bytes})
+    for variant in planned.spec.variants:
+        out, plan = outs[variant.name], planned.variants.jobs[variant.name].planned.plan
+        scored = figures.get(variant.name, {})
+        failed = variant.gates.failed({**scored, "weight_bytes": plan.output_bytes})
         released.append(
             ReleasedVariant(
-                one.name, out, plan.format, plan.method, plan.output_bytes, scored, failed
+                variant.name, out, plan.format, plan.method, plan.output_bytes, scored, failed
             )
         )
         if out.is_dir():
@@ -396,7 +398,7 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         "source": dict(planned.variants.files),
         "versions": manifest.versions(),
         "evaluation": {"key": key, "metrics": figures} if figures else None,
-        "variants": [one.document() for one in released],
+        "variants": [variant.document() for variant in released],
     }
     _write_if_changed(
         directory / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n"

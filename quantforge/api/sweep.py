@@ -141,7 +141,9 @@ def make_results(
             variants, errors = plan_variants(
                 model, recipes, lambda name, _: directory / name, settings
             )
-        left_out = {name: one for name in grid for one in [(left_out | errors).get(name)] if one}
+        left_out = {
+            name: reason for name in grid for reason in [(left_out | errors).get(name)] if reason
+        }
         for refused in left_out.values():
             expected = isinstance(refused, UsageError | InputError | RefusedError)
             if not expected or isinstance(refused, UnknownNameError):
@@ -152,8 +154,8 @@ def make_results(
             make_directory(directory)
         variants.make(directory / "sweep", 1 + len(variants.jobs))
     results = {name: job.out for name, job in variants.jobs.items()}
-    made = [recipes[name] for name in results]
-    return results, {name: error.message for name, error in left_out.items()}, made
+    made_recipes = [recipes[name] for name in results]
+    return results, {name: error.message for name, error in left_out.items()}, made_recipes
 
 
 def _refusal(left_out: Mapping[str, QuantForgeError], num_combinations: int) -> QuantForgeError:
@@ -213,7 +215,7 @@ def _checked_values(name: str, values: Sequence[Any]) -> list[Any]:
     """Return the values of a choice, converted to its type; errors as `combinations`."""
     value_type = place_of(name)[1]
     accepted_types = {value_type, *get_args(value_type)}
-    if any("tuple" in str(one).lower() for one in accepted_types):
+    if any("tuple" in str(item).lower() for item in accepted_types):
         raise UsageError(f"--over {name}: takes a list", "vary it by recipes of their own")
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise UsageError(
@@ -228,8 +230,8 @@ def _checked_values(name: str, values: Sequence[Any]) -> list[Any]:
         raise UsageError(f"--over {name}: a value twice", "name each once")
     texts = str in accepted_types
     return [
-        _parse_value(name, one, accepted_types) if isinstance(one, str) and not texts else one
-        for one in values
+        _parse_value(name, item, accepted_types) if isinstance(item, str) and not texts else item
+        for item in values
     ]
 
 

@@ -93,8 +93,8 @@ class Variants:
             job.check_text()
         work = 2 * len(missing)
         with phase("variants", min(0.95, work / (work + num_scored)) if missing else 0.0):
-            made = _make_all(missing, self.files, self.settings, lock_path)
-        return tuple(name for name in missing if name in made)
+            made_names = _make_all(missing, self.files, self.settings, lock_path)
+        return tuple(name for name in missing if name in made_names)
 
 
 def plan_variants(
@@ -157,7 +157,7 @@ def _make_all(
     jobs: Mapping[str, Job], files: Mapping[str, Any], settings: Settings, lock_path: Path
 ) -> set[str]:
     """Make all results, together with other processes if they share the work; return the names made here."""
-    queue, made = _Queue(jobs, files, settings), set[str]()
+    queue, made_names = _Queue(jobs, files, settings), set[str]()
     while queue.missing:
         with ExitStack() as locks:
             with exclusive_lock(lock_path, settings.note) if settings.join else ExitStack():
@@ -169,13 +169,13 @@ def _make_all(
             if group:
                 with phase("", 0.94 * len(group) / len(jobs)):
                     run_group([*group.values()])
-                made |= group.keys()
+                made_names |= group.keys()
                 continue
         if queue.missing:
             remaining = f"{len(queue.missing)} of {len(jobs)} variants"
             report_step(f"made by other processes: {remaining}", waits=True)
             time.sleep(POLL_SECONDS)
-    return made
+    return made_names
 
 
 def run_group(group: Sequence[tuple[Stage, RunInputs]]) -> None:

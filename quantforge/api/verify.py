@@ -62,7 +62,7 @@ def verify(
         import torch
 
         torch.set_num_threads(threads)
-    adapter_path, public_key = (Path(one) if one else None for one in (adapter, key))
+    adapter_path, public_key = (Path(argument) if argument else None for argument in (adapter, key))
     if engine is not None:
         target_of(engine)  # refuse an unknown name before the work
     if public_key is not None:

@@ -277,7 +277,7 @@ class Architecture:
         whole = self._num_rows(dimensions, linear)
         if whole == period:
             return slice(first, last)
-        return [row + place for row in range(0, whole, period) for place in range(first, last)]
+        return [row + offset for row in range(0, whole, period) for offset in range(first, last)]
 
     def _num_rows(self, dimensions: Dimensions, linear: str) -> int:
         """Return the number of rows of a linear."""

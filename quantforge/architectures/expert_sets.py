@@ -53,14 +53,14 @@ def check_experts(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
 def _expert_problems(config: Mapping[str, Any], stored: list[StoredTensor]) -> list[str]:
     sets: dict[str, dict[int, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
     for tensor in stored:
-        if found := _EXPERT_NAME.match(tensor.name):
-            sets[found[1]][int(found[2])][found[3]] = tensor
+        if match := _EXPERT_NAME.match(tensor.name):
+            sets[match[1]][int(match[2])][match[3]] = tensor
     problems: list[str] = []
     allowed_counts = _allowed_counts(config)
     routed_experts = min(expert_counts(config), default=0) if _zero_expert_counts(config) else 0
     for prefix, experts in sets.items():
         problems += _set_problems(prefix, experts, allowed_counts, routed_experts)
-    counts = {name: len(found) for name, found in sets.items()}
+    counts = {name: len(experts) for name, experts in sets.items()}
     return problems or _router_problems(config, stored, counts)
 
 

@@ -300,9 +300,9 @@ def resolve_tied(model_layout: ModelLayout, equal: Callable[[str, str], bool]) -
         embedding.header.name, head.header.name
     ):
         raise tied_head_mismatch(embedding.header.name, head.header.name)
-    kept = tuple(tensor for tensor in model_layout.tensors if tensor is not head)
+    other_tensors = tuple(tensor for tensor in model_layout.tensors if tensor is not head)
     dropped = (*model_layout.dropped, (head.header, TIED_HEAD_REASON))
-    return replace(model_layout, tensors=kept, dropped=dropped, stores_tied_head=False)
+    return replace(model_layout, tensors=other_tensors, dropped=dropped, stores_tied_head=False)
 
 
 def _check_duplicates(headers: list[StoredTensor]) -> None:
@@ -429,7 +429,8 @@ def _use_stored_names(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor
     names = [modules.get(tensor.shared_input, "") for tensor in tensors]
     pairs = zip(tensors, names, strict=True)
     return tuple(
-        one if one.shared_input == name else replace(one, shared_input=name) for one, name in pairs
+        renamed if renamed.shared_input == name else replace(renamed, shared_input=name)
+        for renamed, name in pairs
     )
 
 
@@ -468,8 +469,10 @@ class _DeclaredTensor:
                 f"{header.name}: shape {list(header.shape)}, the config asks for {list(self.shape)}"
             ]
         of_module = self.name.rpartition(".")[2] in {"weight", "bias"}
-        beside = self.role is Role.OTHER and (self.block < 0 or not of_module)  # counters, tables
-        if header.dtype not in FLOAT_DTYPES and not beside:
+        may_be_integer = self.role is Role.OTHER and (
+            self.block < 0 or not of_module
+        )  # counters, tables
+        if header.dtype not in FLOAT_DTYPES and not may_be_integer:
             return [
                 f"{header.name}: type {header.dtype}, not one of {', '.join(sorted(FLOAT_DTYPES))}"
             ]
@@ -509,32 +512,32 @@ class _DeclaredTensors:
                     return slot
         return None
 
-    def missing(self, found: Container[str]) -> list[str]:
-        """Return the names in files of declared tensors whose canonical name is not in ``found``.
+    def missing(self, stored_names: Container[str]) -> list[str]:
+        """Return the names in files of declared tensors whose canonical name is not in ``stored_names``.
 
         If files may store experts stacked, the stack is reported as missing, unless some single experts are present.
         """
         partly_stored = {
-            slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found
+            slot.stack for slot in self.by_name.values() if slot.stack and slot.name in stored_names
         }
         all_stacks = {slot.stack for slot in self.by_name.values()}
         return [
             name
             for name, slot in self.by_name.items()
-            if slot.name not in found
+            if slot.name not in stored_names
             and not (slot.stack and slot.stack not in partly_stored)
             and not (slot.name in all_stacks and slot.name in partly_stored)
         ]
 
-    def stored_twice(self, found: Container[str]) -> list[str]:
+    def stored_twice(self, stored_names: Container[str]) -> list[str]:
         """Return a problem for every expert stack that is stored along with matrices of single experts."""
         partly_stored = {
-            slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found
+            slot.stack for slot in self.by_name.values() if slot.stack and slot.name in stored_names
         }
         return [
             f"{name}: some of its experts are stored one by one too"
             for name, slot in self.by_name.items()
-            if slot.name in partly_stored and slot.name in found
+            if slot.name in partly_stored and slot.name in stored_names
         ]
 
     def _outer(self) -> Iterator[tuple[str, _DeclaredTensor]]:
@@ -554,9 +557,9 @@ class _DeclaredTensors:
         matrices = frozenset(_module_name(item) for item in weights if len(item.shape) > 1)
         stored_stacks = kind.stored_stacks
         stacks = {
-            name: f"{block}.{place.stack.parameter}"
-            for name, place in (kind.expert_slices() if stored_stacks else {}).items()
-            if place.stack.parameter in stored_stacks
+            name: f"{block}.{stack_slice.stack.parameter}"
+            for name, stack_slice in (kind.expert_slices() if stored_stacks else {}).items()
+            if stack_slice.stack.parameter in stored_stacks
         }
         for item in kind.parameters:
             role = _declared_role(item, inputs, matrices)
@@ -738,9 +741,9 @@ def _find_stored_name(name: str, stored_names: set[str]) -> str:
 
 def _match_medusa(headers: list[StoredTensor]) -> Iterator[MatchedTensor]:
     for tensor in headers:
-        if found := _MEDUSA_LINEAR.fullmatch(tensor.name):
+        if match := _MEDUSA_LINEAR.fullmatch(tensor.name):
             module = tensor.name.removesuffix(".weight")
-            yield MatchedTensor(tensor.name, tensor, Role.LINEAR, int(found[1] or found[2]), module)
+            yield MatchedTensor(tensor.name, tensor, Role.LINEAR, int(match[1] or match[2]), module)
         elif _MEDUSA_OUTPUT.fullmatch(tensor.name):
             yield MatchedTensor(tensor.name, tensor, Role.HEAD)
         else:

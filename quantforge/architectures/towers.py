@@ -97,5 +97,7 @@ def _tower_prefix(prefix: str, decoder: str) -> str:
     """Return the shortest prefix of a list's name that the decoder's name does not share, with its dot."""
     parts, other = prefix.split("."), decoder.split(".")
     pairs = enumerate(zip(parts, other, strict=False))
-    shared = next((place for place, (own, its) in pairs if own != its), len(other))
+    shared = next(
+        (position for position, (part, other_part) in pairs if part != other_part), len(other)
+    )
     return ".".join(parts[: shared + 1]) + "."

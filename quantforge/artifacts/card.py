@@ -92,9 +92,9 @@ def model_card(
 
 
 def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str]:
-    made = first(document)
+    entry = first(document)
     done = (
-        f"quantized by {code(str(made.get('method')))}" if _is_quantized(plan, made) else "stored"
+        f"quantized by {code(str(entry.get('method')))}" if _is_quantized(plan, entry) else "stored"
     )
     yield f"{origin(document, base)}, {done} in the format `{plan.format}`: {plan.density}."
     yield f"Made by QuantForge {__version__}."
@@ -108,14 +108,14 @@ def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str
 
 def title(plan: Plan, document: Mapping[str, Any]) -> str:
     """Return the heading of the card, which says what the result is."""
-    made = first(document)
-    name = cell(str(made.get("source", {}).get("model")).rpartition("/")[2])
-    done = f" quantized by {cell(str(made.get('method')))}" if _is_quantized(plan, made) else ""
+    entry = first(document)
+    name = cell(str(entry.get("source", {}).get("model")).rpartition("/")[2])
+    done = f" quantized by {cell(str(entry.get('method')))}" if _is_quantized(plan, entry) else ""
     return f"{name}{_changes_text(document, name_only=True)}{done} ({plan.format})"
 
 
-def _is_quantized(plan: Plan, made: Mapping[str, Any]) -> bool:
-    return bool(plan.quantized() and made.get("recipe"))
+def _is_quantized(plan: Plan, manifest_entry: Mapping[str, Any]) -> bool:
+    return bool(plan.quantized() and manifest_entry.get("recipe"))
 
 
 def origin(document: Mapping[str, Any], base: str) -> str:
@@ -138,9 +138,9 @@ def _changes_text(document: Mapping[str, Any], *, name_only: bool = False) -> st
     )
 
 
-def kept_experts_text(said: str) -> str:
+def kept_experts_text(text: str) -> str:
     """Return a manifest's text on kept experts in card form: ``6 of 8 experts in each layer``."""
-    return cell(said).replace(" in ", " experts in ", 1)
+    return cell(text).replace(" in ", " experts in ", 1)
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -167,18 +167,18 @@ def _engine_table(plan: Plan) -> Iterator[str]:
         yield f"| {verdict.engine} | {verdict.word} | {cell(verdict.reason)} |"
 
 
-def loading(plan: Plan, place: str, *, chat: bool) -> str:
+def loading(plan: Plan, path: str, *, chat: bool) -> str:
     """Return the code that loads a result, as Markdown.
 
     Args:
         plan: the plan that was executed.
-        place: `HERE`, or the repository's name on the hub.
+        path: `HERE`, or the repository's name on the hub.
         chat: whether the result has a chat template.
     """
     lines = [
-        f"{LOADED_FROM}`{place}`; the path of this directory, or its name on the hub, may stand there."
+        f"{LOADED_FROM}`{path}`; the path of this directory, or its name on the hub, may stand there."
     ]
-    for item in snippets(load_format(plan.format).INFO, plan.engines, place, chat=chat):
+    for item in snippets(load_format(plan.format).INFO, plan.engines, path, chat=chat):
         lines += ["", f"### {item.engine}", "", f"```{item.language}", item.code, "```"]
     return "\n".join(lines)
 
@@ -231,11 +231,11 @@ def _expert_lines(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
         if tensor.name in seen and tensor.expert >= 0
     }
     if counts:
-        found = sorted(counts.values())
+        token_counts = sorted(counts.values())
         yield ""
         yield (
-            f"Its {len(found)} experts saw {found[0]:,} to {found[-1]:,} calibration tokens each,"
-            f" {statistics.median(found):,.0f} in the middle."
+            f"Its {len(token_counts)} experts saw {token_counts[0]:,} to {token_counts[-1]:,} calibration tokens each,"
+            f" {statistics.median(token_counts):,.0f} in the middle."
         )
 
 
@@ -270,8 +270,8 @@ def code(text: str) -> str:
     text = _printable(text)
     if not {"`", "|"} & set(text):
         return f"`{text}`"
-    kept = "".join(c if c.isalnum() or c in " .-" else f"&#{ord(c)};" for c in text)
-    return f"<code>{kept}</code>"
+    escaped = "".join(c if c.isalnum() or c in " .-" else f"&#{ord(c)};" for c in text)
+    return f"<code>{escaped}</code>"
 
 
 def cell(text: str) -> str:
@@ -302,11 +302,11 @@ def _parse_text_fields(fields: str) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.load(fields, yaml.BaseLoader)
+        parsed = yaml.load(fields, yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    given = found if isinstance(found, Mapping) else {}
-    return {key: value for key, value in given.items() if value and _is_text(value)}
+    text_fields = parsed if isinstance(parsed, Mapping) else {}
+    return {key: value for key, value in text_fields.items() if value and _is_text(value)}
 
 
 def _is_text(value: object) -> bool:

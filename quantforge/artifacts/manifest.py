@@ -78,8 +78,8 @@ def file_digests(root: Path, paths: Iterable[Path], workers: int = 1) -> dict[st
 
 def versions() -> dict[str, str]:
     """Return the versions of everything that can change the result's bytes."""
-    own = {"quantforge": __version__, "python": platform.python_version()}
-    return {**own, "machine": platform.machine()} | {
+    base_versions = {"quantforge": __version__, "python": platform.python_version()}
+    return {**base_versions, "machine": platform.machine()} | {
         name: _package_version(name) for name in VERSIONED_PACKAGES
     }
 
@@ -155,14 +155,16 @@ def lineage_fields(result: Path) -> dict[str, Any]:
 
 
 def finish_manifest(
-    document: Mapping[str, Any], stage: Path, own: str = NAME, workers: int = 1
+    document: Mapping[str, Any], stage: Path, manifest_name: str = NAME, workers: int = 1
 ) -> bytes:
     """Return the bytes of the manifest, completed with the digests of the other files in ``stage``.
 
-    The manifest (named ``own``) and the signature of an interrupted publication are ignored.
+    The manifest (named ``manifest_name``) and the signature of an interrupted publication are ignored.
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.name != own and path.suffix != SIGNATURE_SUFFIX]
+    files = [
+        path for path in files if path.name != manifest_name and path.suffix != SIGNATURE_SUFFIX
+    ]
     complete = {**document, "outputs": file_digests(stage, files, workers)}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -317,8 +319,8 @@ def weight_checksums(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Che
     """Return the checksums of each weight file by its path, reading ``workers`` files in parallel."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(partial(compute_checksums, model_dir=root), checkpoint.shards)
-        return dict(zip(checkpoint.shards, found, strict=True))
+        checksums = pool.map(partial(compute_checksums, model_dir=root), checkpoint.shards)
+        return dict(zip(checkpoint.shards, checksums, strict=True))
 
 
 def source_file_digests(
@@ -341,13 +343,13 @@ def check_same_source(recorded: Mapping[str, Any], original: Checkpoint) -> None
     Raises:
         IntegrityError: naming the files that differ.
     """
-    found = source_file_digests(original)
+    digests = source_file_digests(original)
     weights = [name for name in recorded if name.endswith(".safetensors") or name == CONFIG_FILE]
     weights = weights or list(recorded)
     if original.path.is_file():
-        differ = sorted(name for name in weights if recorded[name] not in found.values())
+        differ = sorted(name for name in weights if recorded[name] not in digests.values())
     else:
-        differ = sorted(name for name in weights if found.get(name) != recorded[name])
+        differ = sorted(name for name in weights if digests.get(name) != recorded[name])
     if differ or not weights:
         raise IntegrityError(
             f"{original.path}: not the model that this one was made from: {', '.join(differ) or 'no files recorded'}",
@@ -366,14 +368,14 @@ def recorded_kept_experts(document: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _recorded_facts(document: Mapping[str, Any], subject: str) -> tuple[str, ...]:
-    found: list[str] = []
+    facts: list[str] = []
     entry: Any = document
     while isinstance(entry, Mapping):
         source = entry.get("source")
         text = source.get(subject) if isinstance(source, Mapping) else None
-        found += [text] if isinstance(text, str) else []
+        facts += [text] if isinstance(text, str) else []
         entry = entry.get("lineage")
-    return tuple(reversed(found))
+    return tuple(reversed(facts))
 
 
 def all_adapters(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -392,12 +394,12 @@ def _all_facts(checkpoint: Checkpoint, subject: str) -> tuple[str, ...]:
     return earlier if current is None else (*earlier, current)
 
 
-def adapter_name(said: str) -> str:
+def adapter_name(text: str) -> str:
     """Return the name of an adapter, which comes first in a manifest's text on it."""
-    return said.rpartition(": ")[0] or said
+    return text.rpartition(": ")[0] or text
 
 
-def kept_experts_word(said: str) -> str:
+def kept_experts_word(text: str) -> str:
     """Return the part of a name for kept experts, such as ``6of8experts``; "" if the text is not understood."""
-    counts = _KEPT_OF_ALL.match(said)
+    counts = _KEPT_OF_ALL.match(text)
     return f"{counts[1]}of{counts[2]}experts" if counts else ""

@@ -130,10 +130,10 @@ def bill_of_materials(
 
 def bom_result_name(document: Mapping[str, Any]) -> str:
     """Return the name of the result in a bill of materials, "" if there is none."""
-    found: Any = document
+    value: Any = document
     for key in ("metadata", "component", "name"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, str) else ""
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else ""
 
 
 def _files(entries: Mapping[str, Any]) -> list[dict[str, Any]]:

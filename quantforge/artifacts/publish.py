@@ -81,7 +81,7 @@ def stage_side_files(
         RefusedError, InputError: as `ProjectorFile.values`.
     """
     if load_format(plan.format).INFO.is_single_file:
-        _write_tower(stage, checkpoint, wanted=settings.mmproj)
+        _write_tower(stage, checkpoint, include_tower=settings.mmproj)
         return
     for path in checkpoint.side_files:
         name = str(path.relative_to(checkpoint.path))
@@ -183,10 +183,10 @@ def _write_directory(
     stage.write_file(card_figures.CARD, text)
 
 
-def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
+def _write_tower(stage: Stage, checkpoint: Checkpoint, *, include_tower: bool) -> None:
     """Write the vision tower into a file of its own, or remove one that an interrupted run has left."""
     name = projector_name(stage.out)
-    if not wanted:
+    if not include_tower:
         (stage.path / name).unlink(missing_ok=True)  # left by an interrupted run
         return
     from quantforge.formats.gguf.projector_file import projector_file

@@ -191,12 +191,12 @@ def bench(
         note=console.note,
     )
     with console.progress_meter():
-        found = bench.bench(models, settings, bench_options)
+        results = bench.bench(models, settings, bench_options)
     if as_json:
-        console.print_document(bench.document(found, bench_options))
+        console.print_document(bench.document(results, bench_options))
     else:
-        _show(console, found, drafting=bool(draft), wide=wide)
-    if any(row.figures.failed for row in found):
+        _show(console, results, drafting=bool(draft), wide=wide)
+    if any(row.figures.failed for row in results):
         raise typer.Exit(FAILED_EXIT_CODE)
 
 

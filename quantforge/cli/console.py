@@ -121,11 +121,11 @@ class Console:
         table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0), header_style="bold")
         columns = [
             replace(
-                one,
-                header=format_for_terminal(one.header),
-                cells=tuple(map(format_for_terminal, one.cells)),
+                table_column,
+                header=format_for_terminal(table_column.header),
+                cells=tuple(map(format_for_terminal, table_column.cells)),
             )
-            for one in columns
+            for table_column in columns
         ]
         table_width = sum(column.width + COLUMN_GAP for column in columns)
         aligned: list[Literal["left", "right"]] = [

@@ -192,13 +192,13 @@ def generate(
         return
     request = _Request(text, limits, system, raw, drafts, cache)
     with processes.print_only_once():
-        found = _answer_all(console, models, settings, request)
+        outcomes = _answer_all(console, models, settings, request)
         if as_json:
-            answers = [name.document() for name in found]
+            answers = [name.document() for name in outcomes]
             console.print_document(
                 {"schema": "quantforge.generate/2", "prompt": text, "answers": answers}
             )
-    if found[-1].stopped == "interrupted":
+    if outcomes[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 

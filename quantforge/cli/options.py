@@ -343,13 +343,13 @@ def with_option_groups(
         parameters: list[inspect.Parameter] = []
         for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
             parameters += group_parameters.get(name, [parameter])
-        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
 
         @wraps(verb)
         def command(**values: Any) -> None:
             typed: dict[str, dict[str, Any]] = {}
             for name, options in group_parameters.items():
-                values_of_group = {one.name: values.pop(one.name) for one in options}
+                values_of_group = {item.name: values.pop(item.name) for item in options}
                 # A switch that is off does not override the recipe.
                 typed[name] = {
                     key: None if value is False else value for key, value in values_of_group.items()
@@ -357,7 +357,7 @@ def with_option_groups(
             verb(**values, **typed)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {item.name: item.annotation for item in parameters}
         return command
 
     return decorate

@@ -67,7 +67,7 @@ def show_plan(
     else:
         console.print_table(("layers", "tensors", "becomes", "bytes", "rule"), _summary(plan))
     console.print_text()
-    for name, said in (
+    for name, entry_text in (
         ("method", f"{plan.method}  ->  {plan.format}"),
         ("density", plan.density),
         ("output", display_path(output)),
@@ -76,7 +76,7 @@ def show_plan(
         ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
     ):
         if plan.peak_memory_bytes or name != "peak memory":  # conversions have no memory forecast
-            console.print_entry(name, said)
+            console.print_entry(name, entry_text)
     if run_forecast is not None:
         _show_forecast(console, run_forecast, display_path(output))
     for note in (*plan.notes, *plan.not_copied):
@@ -309,8 +309,10 @@ class Deployment:
             None if self.context is None else typed_quantities.tokens(self.context, "--context")
         )
         values = {"context": context, "batch": self.batch, "cache": self.cache, "devices": devices}
-        given: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
-        return Load(**given)
+        load_options: dict[str, Any] = {
+            key: value for key, value in values.items() if value is not None
+        }
+        return Load(**load_options)
 
     def cards(self) -> Mapping[str, Card]:
         """Return the given device, or all known ones; raise UsageError for a malformed value or unknown name."""
@@ -473,15 +475,15 @@ def show_dry_run(
     try:
         outcome = run(settings=replace(settings, announce=stop))
     except _PlanAnnouncement as announcement:
-        plan, place = announcement.plan, announcement.out
+        plan, out_path = announcement.plan, announcement.out
     else:
         from quantforge.api import Exported
 
         assert not isinstance(outcome, Exported)  # an export is never found finished
-        plan, place = outcome.plan, outcome.out
-        console.note(f"{display_path(place)}: this command has made it, and would end at once")
-    run_forecast = forecast(plan, place, settings)
+        plan, out_path = outcome.plan, outcome.out
+        console.note(f"{display_path(out_path)}: this command has made it, and would end at once")
+    run_forecast = forecast(plan, out_path, settings)
     if console.as_json:
-        console.print_document(plan_document(plan, place, run_forecast))
+        console.print_document(plan_document(plan, out_path, run_forecast))
     else:
-        show_plan(console, plan, place, run_forecast, all_tensors=False)
+        show_plan(console, plan, out_path, run_forecast, all_tensors=False)

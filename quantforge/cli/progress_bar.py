@@ -131,12 +131,12 @@ class BarMeter:
 
     def show(self, report: Progress) -> None:
         """Update the bar."""
-        left = self._clock.remaining(report)
+        remaining = self._clock.remaining(report)
         self._drawn.update(
             self._task,
             completed=report.share,
             description=self._printable(report.phase or "working"),
-            time="" if left is None else f"{duration(left)} left",
+            time="" if remaining is None else f"{duration(remaining)} left",
             step=self._printable(step_label(report)).replace("\n", " "),
         )
 
@@ -193,13 +193,17 @@ class LineMeter:
             sys.stderr.flush()
 
     def _line(self, report: Progress) -> str:
-        left = self._clock.remaining(report)
+        remaining = self._clock.remaining(report)
         what = self._printable(step_label(report)).replace("\n", "\\n")
         text = (
             f"[{duration(self._clock.elapsed)}] {report.share:4.0%} {self._printable(report.phase)}"
         )
         text += f": {what}" if what else ""
-        return text if left is None or report.share >= 1 else f"{text} ({duration(left)} left)"
+        return (
+            text
+            if remaining is None or report.share >= 1
+            else f"{text} ({duration(remaining)} left)"
+        )
 
     def _beats(self) -> None:
         while not self._over.wait(0.25):
@@ -221,7 +225,7 @@ class JsonLineMeter(LineMeter):
         return bool(report.part) or report.phase != self._said.phase or not soon
 
     def _line(self, report: Progress) -> str:
-        left = self._clock.remaining(report)
+        remaining = self._clock.remaining(report)
         fields = {
             "progress": round(report.share, 4),
             "phase": report.phase,
@@ -230,7 +234,7 @@ class JsonLineMeter(LineMeter):
             "done": report.done,
             "total": report.total,
             "elapsed_seconds": round(self._clock.elapsed, 2),
-            "remaining_seconds": None if left is None else round(left, 1),
+            "remaining_seconds": None if remaining is None else round(remaining, 1),
         }
         return json.dumps(fields)
 

@@ -42,7 +42,9 @@ def apply_transforms(
         statistics, events, changes = load_transform(transform).apply(
             block, statistics, layers, planned.recipe.rounding
         )
-        merge_records(record, {"events": [one.to_json() for one in events], "transform": changes})
+        merge_records(
+            record, {"events": [event.to_json() for event in events], "transform": changes}
+        )
     return record, dict(statistics)
 
 
@@ -63,12 +65,13 @@ def _sparsify(
             continue
         weights = {targets[name].name: block.weight(name) for name in names}
         seen = statistics[shared.key]
-        found, events = sparsify(method, weights, seen, zeros, damping)
+        sparse_weights, events = sparsify(method, weights, seen, zeros, damping)
         merge_records(record, {"events": [event.to_json() for event in events]})
         for name in names:
             key = targets[name].name
             merge_records(
-                record, {"metrics": {key: sparsity_figures(weights[key], found[key], seen)}}
+                record,
+                {"metrics": {key: sparsity_figures(weights[key], sparse_weights[key], seen)}},
             )
-            block.set_weight(name, found[key])
+            block.set_weight(name, sparse_weights[key])
     return record

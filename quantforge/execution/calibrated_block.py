@@ -52,33 +52,37 @@ def observe(
         return []
     report_step(f"block {block.index}: observing", share=0.0)
     observations = [rounder.plan_observation(block) for rounder in rounders]
-    wanted: dict[str, frozenset[Statistic]] = {}
-    for each in observations:
-        for key in each.inputs:
-            wanted[key] = wanted.get(key, frozenset()) | each.before_transforms
+    needed_statistics: dict[str, frozenset[Statistic]] = {}
+    for item in observations:
+        for key in item.inputs:
+            needed_statistics[key] = (
+                needed_statistics.get(key, frozenset()) | item.before_transforms
+            )
     once = all(
-        rounder.can_advance_while_observing(each)
-        for rounder, each in zip(rounders, observations, strict=True)
+        rounder.can_advance_while_observing(item)
+        for rounder, item in zip(rounders, observations, strict=True)
     )
-    found = _run_rows(
+    statistics = _run_rows(
         block,
-        wanted,
-        [each.cache_peaks for each in observations if not each.observe_again],
+        needed_statistics,
+        [item.cache_peaks for item in observations if not item.observe_again],
         advance=advance and once,
         keep=max(rounder.saved_row_count for rounder in rounders),
     )
     trim()
-    for each in observations:
+    for item in observations:
         seen = {
-            key: found[key].select(each.before_transforms) for key in each.inputs if key in found
+            key: statistics[key].select(item.before_transforms)
+            for key in item.inputs
+            if key in statistics
         }
-        each.statistics.update(seen)
+        item.statistics.update(seen)
     return observations
 
 
 def _run_rows(
     block: DecoderBlock,
-    wanted: Mapping[str, frozenset[Statistic]],
+    needed_statistics: Mapping[str, frozenset[Statistic]],
     cache_peaks: Iterable[CachePeaks | None],
     *,
     advance: bool = False,
@@ -88,17 +92,17 @@ def _run_rows(
 
     Args:
         block: the block.
-        wanted: requested statistics by key of the shared input.
+        needed_statistics: requested statistics by key of the shared input.
         cache_peaks: collectors of the keys and values that the attention stores in its KV cache.
         advance: replace the hidden states by the outputs of the block in the same pass.
         keep: number of rows whose previous hidden states are saved when advancing.
     """
-    present_peaks = [one for one in cache_peaks if one is not None]
+    present_peaks = [cache_peak for cache_peak in cache_peaks if cache_peak is not None]
     with ExitStack() as hooks:
-        for one in present_peaks:
-            hooks.enter_context(attached_cache(block.module, one))
+        for cache_peak in present_peaks:
+            hooks.enter_context(attached_cache(block.module, cache_peak))
         return block.observe(
-            wanted, advance=advance, keep_rows=keep, run_to_end=bool(present_peaks)
+            needed_statistics, advance=advance, keep_rows=keep, run_to_end=bool(present_peaks)
         )
 
 
@@ -134,17 +138,17 @@ class BlockRounder:
             self.tensors.modified_linears(block),
         )
         if not self.plan.guided_hessians:
-            wanted = needs(self.plan.method, importance=self.recipe.rounding.weighs)
+            needed = needs(self.plan.method, importance=self.recipe.rounding.weighs)
         else:
             transforms = (METHODS[word].needs for word in self.plan.transforms)
-            wanted = frozenset[Statistic]().union(*transforms)
+            needed = frozenset[Statistic]().union(*transforms)
         ranges = statistics_for_inputs(
             tensor.scheme.input for tensor in quantized.values() if tensor.scheme
         )
         cache_peaks = CachePeaks() if self._cache_scale_plans(block) else None
         return Observation(
             [item.key for item in block.inputs if any(name in modified for name in item.linears)],
-            wanted if self.has_transforms else wanted | ranges,
+            needed if self.has_transforms else needed | ranges,
             ranges if self.has_transforms else frozenset(),
             cache_peaks,
             observe_again=self.has_transforms and (bool(ranges) or cache_peaks is not None),
@@ -242,14 +246,16 @@ class BlockRounder:
         """Apply the transforms to a block in place; return their record and the updated statistics."""
         report_step(f"block {block.index}: {'+'.join(self.plan.transforms)}", share=0.4)
         modified = self.tensors.modified_linears(block)
-        own = {name: tensor for name, tensor in modified.items() if tensor.expert < 0}
+        dense_tensors = {name: tensor for name, tensor in modified.items() if tensor.expert < 0}
         record, statistics = apply_transforms(
-            self.rounding.planned, block, observation.statistics, own
+            self.rounding.planned, block, observation.statistics, dense_tensors
         )
         observation.statistics.clear()  # free the Hessians early
         if observation.observe_again:
-            wanted = dict.fromkeys(observation.inputs, observation.after_transforms)
-            for key, again in _run_rows(block, wanted, [observation.cache_peaks]).items():
+            needed_statistics = dict.fromkeys(observation.inputs, observation.after_transforms)
+            for key, again in _run_rows(
+                block, needed_statistics, [observation.cache_peaks]
+            ).items():
                 if key in statistics:
                     statistics[key] = statistics[key].with_ranges_of(again)
         return record, statistics
@@ -264,6 +270,6 @@ class BlockRounder:
     ) -> Record:
         """Round under guided Hessians, observed here while the rows advance; return the record."""
         quantized = self.tensors.quantized_linears(block)
-        own = {name: tensor for name, tensor in quantized.items() if tensor.expert < 0}
+        dense_tensors = {name: tensor for name, tensor in quantized.items() if tensor.expert < 0}
         passing = advance and not self.has_transforms and block.experts is None
-        return guided.round_block(block, statistics, own, advance=passing)
+        return guided.round_block(block, statistics, dense_tensors, advance=passing)

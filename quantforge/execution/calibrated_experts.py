@@ -75,10 +75,10 @@ class ExpertRounder:
             self._statistics(HESSIAN) if guided_rounding is not None and rounded else None
         )
 
-    def _statistics(self, wanted: frozenset[Statistic]) -> ExpertStatistics:
+    def _statistics(self, needed: frozenset[Statistic]) -> ExpertStatistics:
         options = self._rounding.planned.recipe.calibration
         return ExpertStatistics(
-            self._experts, wanted, all_tokens=options.expert_tokens == "all", seed=options.seed
+            self._experts, needed, all_tokens=options.expert_tokens == "all", seed=options.seed
         )
 
     def round_experts(self, process_expert: ProcessExpert) -> Record:
@@ -140,8 +140,8 @@ class ExpertRounder:
                 }
                 if weights:
                     seen = statistics[shared.key]
-                    found = rounding.round(weights, seen)
-                    merge_records(rounded, rounding.write(found, weights, seen))
+                    results = rounding.round(weights, seen)
+                    merge_records(rounded, rounding.write(results, weights, seen))
         for values in rounded.get("metrics", {}).values():
             values["calibration_tokens"] = float(count)
         merge_records(record, rounded)

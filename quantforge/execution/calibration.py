@@ -82,15 +82,15 @@ def draw_calibration_data(
     """
     options = planned.recipe.calibration
     check_image_support(first_image_reference(options, settings.calibration), checkpoint.config)
-    found = calibrate(
+    calibration_data = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
         vocabulary=require_declarations(planned.model_layout)[1].vocab,
         offline=settings.offline, sample_own_rows=own_rows_sampler(checkpoint.path, options, settings.device),
     )  # fmt: skip
-    for note in found.notes:
+    for note in calibration_data.notes:
         settings.note(note)
-    settings.policy.check([*planned.plan.substitutions, *found.events])
-    return found
+    settings.policy.check([*planned.plan.substitutions, *calibration_data.events])
+    return calibration_data
 
 
 def calibrate(
@@ -155,11 +155,9 @@ def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Eve
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)
     if warning := tokens_per_column_warning(tokens, widest):
         events.append(Event("few-calibration-tokens", "calibration", warning))
-    asked = int(report.rows * (options.random_share or 0))
-    if sample.images is None and report.random_rows < asked:
-        detail = (
-            f"no rows of random tokens, {asked} asked for: the tokenizer has special ones alone"
-        )
+    requested_rows = int(report.rows * (options.random_share or 0))
+    if sample.images is None and report.random_rows < requested_rows:
+        detail = f"no rows of random tokens, {requested_rows} asked for: the tokenizer has special ones alone"
         events.append(Event("no-random-rows", "calibration", detail))
     if report.duplicated_rows:
         detail = f"{report.duplicated_rows} of {report.rows} rows repeat another"

@@ -271,11 +271,11 @@ class Claims:
         ):
             raise damaged_journal_error(self.directory, self.directory)
         for unit_directory in unit_directories:
-            held = unit_directory.state is UnitState.HELD and not self._is_stale(unit_directory)
+            is_held = unit_directory.state is UnitState.HELD and not self._is_stale(unit_directory)
             if (
                 self.names[unit_directory.unit] in names
                 and unit_directory.state is not UnitState.DONE
-                and not held
+                and not is_held
             ):
                 yield unit_directory
 
@@ -340,7 +340,7 @@ def _subdirectories(directory: Path) -> list[str]:
         return []
     try:
         with os.scandir(directory) as entries:
-            return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError:
         return []
 

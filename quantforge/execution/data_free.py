@@ -84,8 +84,8 @@ class DataFreeRounder:
         assemblers: dict[str, StripAssembler] = {}
         matrices = (self._strip_rounding(tensor, background, assemblers) for tensor in tensors)
         with closing(round_in_strips(matrices, self._rounding.workers)) as done:
-            for matrix, found in done:
-                merge_records(record, found)
+            for matrix, matrix_record in done:
+                merge_records(record, matrix_record)
                 if strips := assemblers.pop(matrix.tensor.name, None):
                     background.do(
                         partial(self._rounding.pack_and_write, matrix.tensor, strips.assembled())
@@ -224,12 +224,12 @@ class StripAssembler:
     def add(self, first: int, strip: QuantizedTensor) -> None:
         """Add a strip whose first row is ``first``."""
         if self._assembled is None:
-            found = {name: self._empty(value) for name, value in strip.parameters.items()}
-            self._assembled = replace(strip, codes=self._empty(strip.codes), parameters=found)
-        place = slice(first, first + len(strip.codes))
-        self._assembled.codes[place] = strip.codes
+            parameters = {name: self._empty(value) for name, value in strip.parameters.items()}
+            self._assembled = replace(strip, codes=self._empty(strip.codes), parameters=parameters)
+        rows = slice(first, first + len(strip.codes))
+        self._assembled.codes[rows] = strip.codes
         for name, value in strip.parameters.items():
-            self._assembled.parameters[name][place] = value
+            self._assembled.parameters[name][rows] = value
 
     def assembled(self) -> QuantizedTensor:
         """Return the matrix after all strips were added."""

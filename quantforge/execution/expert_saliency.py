@@ -47,9 +47,11 @@ def choose_removed_experts(
     """
     assert recipe.prune_experts is not None
     pruning = plan_pruning(source, recipe.prune_experts)
-    place = directory if settings.activations == "disk" else None
+    states_directory = directory if settings.activations == "disk" else None
     rows, options = calibrated.sample, recipe.calibration
-    return pruning.choose_experts(expert_saliency(source, rows, options, settings.device, place))
+    return pruning.choose_experts(
+        expert_saliency(source, rows, options, settings.device, states_directory)
+    )
 
 
 def expert_saliency(
@@ -76,7 +78,7 @@ def expert_saliency(
     stored = [entry.to_stored_tensor() for entry in source.entries.values()]
     model_layout = match_tensors(source.config, stored)
     mixtures = [index for index, kind in enumerate(model_layout.layers) if kind.stacks]
-    found: dict[int, list[float]] = {}
+    saliency: dict[int, list[float]] = {}
     with (
         torch.inference_mode(),
         ModelStream(
@@ -87,7 +89,7 @@ def expert_saliency(
         for block in stream:
             norms = block.advance()
             if block.experts is not None:
-                found[block.index] = norms
+                saliency[block.index] = norms
             if block.index == mixtures[-1]:
                 break
-    return found
+    return saliency

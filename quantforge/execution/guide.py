@@ -175,8 +175,10 @@ class GuidedRounding:
         """
         inputs = [shared for shared in block.inputs if shared.expert < 0]
 
-        def observe_weighted(wanted: Sequence[WeightedInput], last: bool) -> list[Statistics]:
-            return block.observe_weighted(wanted, advance=advance and last)
+        def observe_weighted(
+            weighted_inputs: Sequence[WeightedInput], last: bool
+        ) -> list[Statistics]:
+            return block.observe_weighted(weighted_inputs, advance=advance and last)
 
         return self._round_inputs(block, inputs, observed, targets, observe_weighted)
 
@@ -198,7 +200,9 @@ class GuidedRounding:
             targets: quantized linears by name in the block.
         """
 
-        def observe_weighted(wanted: Sequence[WeightedInput], last: bool) -> list[Statistics]:
+        def observe_weighted(
+            weighted_inputs: Sequence[WeightedInput], last: bool
+        ) -> list[Statistics]:
             del last
             return [
                 statistics.compute_weighted(
@@ -206,7 +210,7 @@ class GuidedRounding:
                     block.stack_parameter_of(weighted_input.key),
                     weighted_input.weights,
                 )
-                for weighted_input in wanted
+                for weighted_input in weighted_inputs
             ]
 
         return self._round_inputs(block, inputs, observed, targets, observe_weighted)
@@ -225,18 +229,20 @@ class GuidedRounding:
         for index, strips in enumerate(passes):
             report_step(f"block {block.index}: observing", share=index / len(passes))
             weights = [self._token_weights(block, strip, targets, record) for strip in strips]
-            wanted = [
+            weighted_inputs = [
                 WeightedInput(strip.input_key, HESSIAN, weight)
                 for strip, weight in zip(strips, weights, strict=True)
             ]
-            found = observe_weighted(wanted, index == len(passes) - 1)
+            observed_statistics = observe_weighted(weighted_inputs, index == len(passes) - 1)
             trim()
             for strip in strips:
                 report_step(f"block {block.index}: rounding {', '.join(strip.linears)}")
-                own = observed.get(strip.input_key, Statistics())
-                guided_statistics = found.pop(0)
+                plain_statistics = observed.get(strip.input_key, Statistics())
+                guided_statistics = observed_statistics.pop(0)
                 statistics = replace(
-                    own, tokens=guided_statistics.tokens, hessian=guided_statistics.hessian
+                    plain_statistics,
+                    tokens=guided_statistics.tokens,
+                    hessian=guided_statistics.hessian,
                 )
                 strips_done = done.setdefault(strip.linears, [])
                 strips_done.append(self._rounded(block, strip, statistics, targets))
@@ -272,13 +278,13 @@ class GuidedRounding:
     ) -> Tensor | None:
         """Return token weights ``[rows, length]`` for a strip; None, with an event, if all are 0."""
         rows = [targets[name].matrix[0] for name in strip.linears]
-        found = [self._weights.of(f"{block.name}.{name}") for name in strip.linears]
+        token_weights = [self._weights.of(f"{block.name}.{name}") for name in strip.linears]
         if strip.count > 1:
-            weights = found[0][..., strip.index]
+            weights = token_weights[0][..., strip.index]
         else:
             means = (
                 weights.mean(-1) * (count / sum(rows))
-                for weights, count in zip(found, rows, strict=True)
+                for weights, count in zip(token_weights, rows, strict=True)
             )
             weights = torch.stack([*means]).sum(0)
         if bool(weights.any()):
@@ -326,7 +332,7 @@ def _join_strips(strips: Sequence[RoundedRowStrip]) -> dict[str, Rounded]:
     """Concatenate the rounded strips of matrices; the error is averaged over strips, weighted by their norms."""
     if len(strips) == 1:
         return strips[0].rounded
-    found = {}
+    joined = {}
     for name, first in strips[0].rounded.items():
         parts = [strip.rounded[name] for strip in strips]
         tensors = [part.tensor for part in parts]
@@ -342,8 +348,8 @@ def _join_strips(strips: Sequence[RoundedRowStrip]) -> dict[str, Rounded]:
             for key, value in part.figures.items():
                 figures[key] += value * strip.sizes[name] / whole if key == "error" else value
         tensor = QuantizedTensor(codes, parameters, first.tensor.scheme)
-        found[name] = Rounded(tensor, tuple(events), figures)
-    return found
+        joined[name] = Rounded(tensor, tuple(events), figures)
+    return joined
 
 
 def _scheme(tensor: TensorPlan) -> Scheme:

@@ -53,10 +53,10 @@ def observe_importance(
     imatrix_places = names_in_gguf(planned.plan.tensors, planned.model_layout)
     entries: dict[str, WeightImportance] = {}
 
-    def add(weight: str, found: Statistics) -> None:
-        if weight in imatrix_places and found.squares is not None:
+    def add(weight: str, statistics: Statistics) -> None:
+        if weight in imatrix_places and statistics.squares is not None:
             entries[imatrix_places[weight].name] = WeightImportance(
-                found.squares.cpu()[None], found.tokens
+                statistics.squares.cpu()[None], statistics.tokens
             )
 
     with ModelStream(
@@ -105,10 +105,12 @@ def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     imatrix_places = names_in_gguf(planned.plan.tensors, planned.model_layout)
     columns = [tensor for tensor in planned.plan.quantized() if tensor.name in imatrix_places]
     importance: dict[str, Tensor] = {}
-    found = read_imatrix(path, importance_sizes(columns, imatrix_places))
+    imatrix = read_imatrix(path, importance_sizes(columns, imatrix_places))
     for tensor in columns:
-        place = imatrix_places[tensor.name]
-        entry = found.entries.get(place.name)
+        location = imatrix_places[tensor.name]
+        entry = imatrix.entries.get(location.name)
         if entry is not None:
-            importance[tensor.name] = entry.means.view(-1, tensor.matrix[1])[max(0, place.expert)]
+            importance[tensor.name] = entry.means.view(-1, tensor.matrix[1])[
+                max(0, location.expert)
+            ]
     return importance

@@ -209,7 +209,9 @@ def check_fingerprint(
             restart_hint = (
                 f"when no process works on it any more, start afresh after rm -r {directory}"
             )
-        schemas = [str(found.get("schema", SCHEMA_OF_NONE)) for found in (earlier, fingerprint)]
+        schemas = [
+            str(document.get("schema", SCHEMA_OF_NONE)) for document in (earlier, fingerprint)
+        ]
         if schemas[0] != schemas[1]:
             raise IntegrityError(
                 f"{path.parent}: holds an unfinished run with a journal of schema {schemas[0]:.60}, and this version"

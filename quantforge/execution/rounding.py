@@ -96,8 +96,8 @@ class MatrixRounder:
             inputs = self._recipe.activation_range
             whole = add_input_parameters(result.tensor, tensor, weights[name], statistics, inputs)
             self.pack_and_write(tensor, whole)
-            counted, left = count_outliers(tensor, statistics)
-            events = [event.to_json() for event in (*result.events, *left)]
+            counted, outlier_events = count_outliers(tensor, statistics)
+            events = [event.to_json() for event in (*result.events, *outlier_events)]
             merge_records(
                 record, {"events": events, "metrics": {name: {**result.figures, **counted}}}
             )
@@ -213,15 +213,15 @@ def add_input_parameters(
             tensor=plan.name,
         )
     if activation.dynamic:
-        found = _outlier_parameters(
+        input_parameters = _outlier_parameters(
             weight, outlier_columns(activation, statistics.peaks), activation.max_outlier_columns
         )
     else:
         assert statistics.histogram is not None
         peak = float(statistics.peaks.max())
         scale = choose_static_scale(activation, statistics.histogram, peak, observer)
-        found = {"input_scale": torch.tensor([[scale]], dtype=torch.float32)}
-    return replace(tensor, parameters={**tensor.parameters, **found}, input=activation)
+        input_parameters = {"input_scale": torch.tensor([[scale]], dtype=torch.float32)}
+    return replace(tensor, parameters={**tensor.parameters, **input_parameters}, input=activation)
 
 
 def outlier_columns(activation: Activation, peaks: Tensor) -> Tensor:

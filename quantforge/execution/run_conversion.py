@@ -100,8 +100,8 @@ def check_values(conversion: ExportPlan, *, allow_inexact: bool) -> CheckedValue
 
 def _layer_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
     """Return how exactly the target represents a layer; raise `RefusedError` for scattered group indices."""
-    key, wanted = conversion.plan.format, layer.target_scheme
-    if wanted is None:
+    key, target_scheme = conversion.plan.format, layer.target_scheme
+    if target_scheme is None:
         fit = _decoded_fit(conversion, layer)
         return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
     if key == PLAIN:
@@ -110,9 +110,9 @@ def _layer_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
         return layer.fit
     tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
-        raise _group_index_error(conversion, layer, wanted)
-    fit = compare_values(tensor, wanted.weight, load_format(key).MIN_ZERO_POINT)
-    if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
+        raise _group_index_error(conversion, layer, target_scheme)
+    fit = compare_values(tensor, target_scheme.weight, load_format(key).MIN_ZERO_POINT)
+    if fit.verdict is Verdict.EXACT and target_scheme.input != layer.layout.scheme.input:
         return Compatibility(Verdict.INEXACT, layer.fit.reason)
     if fit.verdict is Verdict.IMPOSSIBLE:
         command = requantize_hint(conversion.checkpoint, key)
@@ -135,16 +135,16 @@ def round_unquantized(conversion: ExportPlan, workers: int) -> RoundedTensors:
         conversion: the planned conversion.
         workers: number of threads that round strips of rows in parallel.
     """
-    found = RoundedTensors()
+    rounded = RoundedTensors()
     for tensor in conversion.tensors_to_quantize:
-        _round_in_strips(conversion, tensor, workers, found)
-    return found
+        _round_in_strips(conversion, tensor, workers, rounded)
+    return rounded
 
 
 def _round_in_strips(
-    conversion: ExportPlan, tensor: TensorPlan, workers: int, found: RoundedTensors
+    conversion: ExportPlan, tensor: TensorPlan, workers: int, results: RoundedTensors
 ) -> None:
-    """Round a matrix to nearest, a strip of rows at a time, and add it to ``found``."""
+    """Round a matrix to nearest, a strip of rows at a time, and add it to ``results``."""
     from quantforge.execution.data_free import StripAssembler, StripRounding, round_in_strips
     from quantforge.model.statistics import Statistics
 
@@ -166,9 +166,9 @@ def _round_in_strips(
         round_in_strips([StripRounding(tensor, rounded, read, strips.add)], workers)
     ) as done:
         for _, record in done:
-            found.events += [Event(**event) for event in record["events"]]
-            found.figures |= record["metrics"]
-    found.tensors[tensor.name] = strips.assembled()
+            results.events += [Event(**event) for event in record["events"]]
+            results.figures |= record["metrics"]
+    results.tensors[tensor.name] = strips.assembled()
 
 
 def write_tensors(
@@ -226,8 +226,10 @@ def _convert_layer(
     source, index = _read_layer(conversion, layer)
     if source.input != layer.target_scheme.input:  # drop measured parameters of a different input
         dropped = input_parameters(source.parameters)
-        kept = {key: value for key, value in source.parameters.items() if key not in dropped}
-        source = replace(source, parameters=kept, input=layer.target_scheme.input)
+        kept_parameters = {
+            key: value for key, value in source.parameters.items() if key not in dropped
+        }
+        source = replace(source, parameters=kept_parameters, input=layer.target_scheme.input)
     tensor = convert(
         source, layer.target_scheme.weight, target.MIN_ZERO_POINT, allow_inexact=allow_inexact
     )
@@ -268,14 +270,14 @@ def _read_layer(
         return tensor, None
     source_format = load_format(conversion.source_format)
     name = f"{layer.layout.module}{source_format.INFO.group_index_suffix}"
-    names = tuple(one for one in layer.layout.tensor_names if one != name)
+    names = tuple(tensor_name for tensor_name in layer.layout.tensor_names if tensor_name != name)
     layout = replace(layer.layout, tensor_names=names, act_order=None)
-    tensors = {one: conversion.checkpoint.read(one) for one in names}
+    tensors = {tensor_name: conversion.checkpoint.read(tensor_name) for tensor_name in names}
     return source_format.unpack(layout, tensors), conversion.checkpoint.read(name)
 
 
 def _group_index_error(
-    conversion: ExportPlan, layer: ConvertedLayer, wanted: LayerScheme
+    conversion: ExportPlan, layer: ConvertedLayer, target_scheme: LayerScheme
 ) -> RefusedError:
     """Return the error for a target that cannot store the index that scatters columns over groups."""
     module, key = layer.layout.module, conversion.plan.format
@@ -285,7 +287,7 @@ def _group_index_error(
         return RefusedError(
             f"{what}, which config.json does not say", "add desc_act = true there", tensor=module
         )
-    if stores_group_index(layer.layout, wanted, load_format(key)):
+    if stores_group_index(layer.layout, target_scheme, load_format(key)):
         hint = "--format plain decodes the weights"
         return RefusedError(f"{what}, and its groups would have to be split", hint, tensor=module)
     return RefusedError(

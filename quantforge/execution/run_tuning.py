@@ -258,13 +258,15 @@ class TuningStep:
 
     def _changed_tensors(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that tuning changed, and record by how much."""
-        found: list[tuple[str, Tensor]] = []
+        changed: list[tuple[str, Tensor]] = []
         for linear, tensor in self._tensors.quantized_linears(block.decoder_block).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
-            found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
-            factors = [float(one.factor.abs().max()) for one in matrix.scales.values()]
+            changed += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
+            factors = [
+                float(learned_scale.factor.abs().max()) for learned_scale in matrix.scales.values()
+            ]
             figures = {"tuning_change": max(factors)} if factors else {}
             if CODES in matrix.codes:
                 changes = matrix.codes[CODES].snapshot()
@@ -276,10 +278,10 @@ class TuningStep:
             (before_,) = self._output.read(tensor).values()
             value = self._output.storage.convert_unquantized(tensor, gains.stored().cpu())
             if not torch.equal(value, before_):
-                found.append((tensor.outputs[0].name, value))
+                changed.append((tensor.outputs[0].name, value))
                 change = float(gains.factor.abs().max())
                 merge_records(record, {"metrics": {tensor.name: {"tuning_change": change}}})
-        return found
+        return changed
 
 
 def _report_tuning_progress(share: float, what: str) -> None:

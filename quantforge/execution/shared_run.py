@@ -135,8 +135,11 @@ class Worker:
         shared_states = SharedStates(self._claims.run / "states")
         blocks = [block_unit(index) for index in range(self._inputs.planned.model_layout.blocks)]
         names = [name for name in [*blocks, HEAD] if self._units[name].tensors]
-        place = self._claims.directory
-        with closing(shared_states), self._inputs.stream(sample, place, shared_states) as stream:
+        directory = self._claims.directory
+        with (
+            closing(shared_states),
+            self._inputs.stream(sample, directory, shared_states) as stream,
+        ):
             stream.embed()
             while (claim := self._claims.claim(names)) is not None:
                 name = self._claims.names[claim.unit]
@@ -280,7 +283,7 @@ class FinishedUnit:
 
 def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:
     """Return the finished units of a shared run by name; errors as `Claims.finished_records`."""
-    found: dict[str, FinishedUnit] = {}
+    finished: dict[str, FinishedUnit] = {}
     records = claims.finished_records()
     outputs_by_unit = {unit.name: unit.outputs for unit in units}
     for unit in claimable_units(units):
@@ -296,8 +299,8 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
         nested_units: dict[str, Record] = record.pop(NESTED_RECORDS, {})
         for name, unit_record in {unit.name: record, **nested_units}.items():
             own_entries = tuple(entries[output.name] for output in outputs_by_unit[name])
-            found[name] = FinishedUnit(unit_record, file, own_entries)
-    return found
+            finished[name] = FinishedUnit(unit_record, file, own_entries)
+    return finished
 
 
 def units_finished_before_sharing(
@@ -404,9 +407,9 @@ class SharedStates:
             if not data:
                 self.on_missing()
         if len(data) == size:
-            found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
-            if _checksum(found) == data[-CHECKSUM_BYTES:]:
-                return found.view_as(states)
+            flat_states = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
+            if _checksum(flat_states) == data[-CHECKSUM_BYTES:]:
+                return flat_states.view_as(states)
         raise IntegrityError.at(
             path,
             "is not what a worker had written",

@@ -111,11 +111,11 @@ class UnitOutput:
             IntegrityError: the checksums differ; ``hint`` says what to do.
         """
         entry = self._writer.entry(name)
-        found = 0
+        actual = 0
         for first, last in copy_strips(entry.to_stored_tensor()):
             value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)
-            found = checksum(value, found)
-        if found != expected:
+            actual = checksum(value, actual)
+        if actual != expected:
             raise IntegrityError(
                 f"{entry.file}: {name} is not what the interrupted run had written",
                 hint,

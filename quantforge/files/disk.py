@@ -261,7 +261,9 @@ def no_space_error(path: Path, needed: int, reason: str, hint: str = "") -> Reso
     free = free_bytes(directory)
     # What is beside a result is removed when the run ends.
     runs = [
-        one.parent for one in (directory, *directory.parents) if re.fullmatch(r"\..+\.qf", one.name)
+        ancestor.parent
+        for ancestor in (directory, *directory.parents)
+        if re.fullmatch(r"\..+\.qf", ancestor.name)
     ]
     directory = [directory, *runs][-1]
     in_gigabytes = f" ({needed / 1e9:.3g} GB, {free / 1e9:.3g} GB)" if needed >= 1e8 else ""

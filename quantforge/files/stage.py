@@ -368,8 +368,8 @@ class FileStage(Stage):
     ) -> None:
         super().__init__(out, overwrite, source, disk=disk)
         self.manifest = side_path(self.out).name
-        beside = (self.manifest, side_path(self.out, SIGNATURE_SUFFIX).name)
-        self._names = {self.out.name, *beside, *names}
+        side_names = (self.manifest, side_path(self.out, SIGNATURE_SUFFIX).name)
+        self._names = {self.out.name, *side_names, *names}
 
     def final_name(self, name: str) -> str:
         """Return the final name of a weight file: the output's own, with the number of the part."""

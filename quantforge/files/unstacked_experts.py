@@ -37,11 +37,13 @@ class _ExpertCache:
         self._experts: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
     def read_rows(
-        self, stack: str, place: StackSlice, inner: Checkpoint, first: int, last: int
+        self, stack: str, stack_slice: StackSlice, inner: Checkpoint, first: int, last: int
     ) -> torch.Tensor:
-        """Return rows of one expert's matrix, at ``place`` of the ``stack`` in ``inner``."""
-        expert = self._read(inner, stack, place.expert)
-        return place.stack.matrix(expert, place.linear_index, 0)[first:last].contiguous()
+        """Return rows of one expert's matrix, at ``stack_slice`` of the ``stack`` in ``inner``."""
+        expert = self._read(inner, stack, stack_slice.expert)
+        return stack_slice.stack.matrix(expert, stack_slice.linear_index, 0)[
+            first:last
+        ].contiguous()
 
     def _read(self, inner: Checkpoint, stack: str, expert: int) -> torch.Tensor:
         """Return one expert of a stack, ``[1, ...]``."""
@@ -119,14 +121,14 @@ def _declared_matrices(checkpoint: Checkpoint) -> Iterator[_ExpertMatrix]:
     dimensions = architecture.dimensions(config)
     for index, kind in enumerate(architecture.layer_kinds(config, dimensions)):
         stacks, names = kind.stored_stacks, _stored_weight_names(kind)
-        for linear, place in kind.expert_slices().items():
+        for linear, stack_slice in kind.expert_slices().items():
             for prefix, canonical in architecture.prefixes:
                 block = f"{architecture.blocks}.{index}."
-                if place.stack.parameter not in stacks or not block.startswith(canonical):
+                if stack_slice.stack.parameter not in stacks or not block.startswith(canonical):
                     continue
                 block = prefix + block.removeprefix(canonical)
                 yield _ExpertMatrix(
-                    block + stacks[place.stack.parameter], block + names[linear], place
+                    block + stacks[stack_slice.stack.parameter], block + names[linear], stack_slice
                 )
 
 
@@ -137,12 +139,16 @@ def _derived_matrices(declarations: DerivedDeclarations) -> Iterator[_ExpertMatr
     assert architecture.derivation is not None
     for index, kind in enumerate(architecture.layer_kinds({}, architecture.derivation.dimensions)):
         block = f"{architecture.blocks}.{index}."
-        for linear, place in kind.expert_slices().items():
-            stack = stored.get(block + place.stack.parameter)
+        for linear, stack_slice in kind.expert_slices().items():
+            stack = stored.get(block + stack_slice.stack.parameter)
             if stack is None or (block_match := NUMBERED_NAME.match(stack)) is None:
                 continue
-            transposed = place.stack.transposed is not (stack in declarations.transposed_stacks)
-            stored_place = replace(place, stack=replace(place.stack, transposed=transposed))
+            transposed = stack_slice.stack.transposed is not (
+                stack in declarations.transposed_stacks
+            )
+            stored_place = replace(
+                stack_slice, stack=replace(stack_slice.stack, transposed=transposed)
+            )
             name = f"{linear}.weight"
             yield _ExpertMatrix(
                 stack, f"{block_match[1]}.{block_match[2]}.{name}", stored_place, block + name
@@ -155,15 +161,17 @@ def _stored_weight_names(kind: LayerKind) -> dict[str, str]:
     return {item.name.removesuffix(".weight"): item.stored or item.name for item in weights}
 
 
-def _is_expected_stack(stack: TensorEntry, place: StackSlice, num_experts: int) -> bool:
+def _is_expected_stack(stack: TensorEntry, stack_slice: StackSlice, num_experts: int) -> bool:
     """Return whether a stack has that many experts, and equally many rows for each linear of an expert."""
     if len(stack.shape) != 3 or stack.shape[0] != num_experts:
         return False
-    return stack.shape[2 if place.stack.transposed else 1] % len(place.stack.linears) == 0
+    return (
+        stack.shape[2 if stack_slice.stack.transposed else 1] % len(stack_slice.stack.linears) == 0
+    )
 
 
-def _matrix_entry(name: str, stack: TensorEntry, place: StackSlice) -> TensorEntry:
-    rows, columns = stack.shape[:0:-1] if place.stack.transposed else stack.shape[1:]
-    shape = (rows // len(place.stack.linears), columns)
-    num_bytes = (stack.end - stack.start) // stack.shape[0] // len(place.stack.linears)
+def _matrix_entry(name: str, stack: TensorEntry, stack_slice: StackSlice) -> TensorEntry:
+    rows, columns = stack.shape[:0:-1] if stack_slice.stack.transposed else stack.shape[1:]
+    shape = (rows // len(stack_slice.stack.linears), columns)
+    num_bytes = (stack.end - stack.start) // stack.shape[0] // len(stack_slice.stack.linears)
     return replace(stack, name=name, shape=shape, end=stack.start + num_bytes)

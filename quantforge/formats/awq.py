@@ -111,8 +111,8 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     if refusal := check_weight_only_integers(layer):
         return refusal
     if scheme.bits != 4:
-        wanted = Scheme("int4", scheme.granularity, scheme.zero)
-        return Compatibility(Verdict.IMPOSSIBLE, "the layout holds 4 bits", str(wanted))
+        supported = Scheme("int4", scheme.granularity, scheme.zero)
+        return Compatibility(Verdict.IMPOSSIBLE, "the layout holds 4 bits", str(supported))
     if shape[0] % 8:
         return Compatibility(Verdict.IMPOSSIBLE, f"{shape[0]} outputs are not a multiple of 8")
     if not isinstance(stored_scheme(scheme, shape).granularity, PerGroup):
@@ -228,14 +228,14 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     ]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
-    kept = skip_list_with_experts(plan, config, modules)
+    skip_list = skip_list_with_experts(plan, config, modules)
     quantization = {
         "quant_method": KEY,
         "bits": 4,
         "group_size": schemes[0].group_size(0),
         "zero_point": not all(scheme.symmetric for scheme in schemes),
         "version": "gemm",
-        INFO.skip_list_key: None if kept == [head_module(config)] else kept,
+        INFO.skip_list_key: None if skip_list == [head_module(config)] else skip_list,
     }
     return {"config.json": config_json(config, float16_or_model_dtype(plan, config), quantization)}
 
@@ -254,24 +254,24 @@ def find_layouts(
         InputError: another layout than gemm, another width, or headers that disagree with the
         configuration.
     """
-    found = quantization_config(config)
-    version = str(found.get("version") or found.get("format") or "gemm").lower()
-    bits = found.get("bits", found.get("w_bit"))
-    size = found.get("group_size", found.get("q_group_size"))
+    quantization = quantization_config(config)
+    version = str(quantization.get("version") or quantization.get("format") or "gemm").lower()
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    size = quantization.get("group_size", quantization.get("q_group_size"))
     if version != "gemm" or bits != 4 or not isinstance(size, int):
         raise InputError(
             f"AWQ with version = {version!r}, bits = {bits!r}, group_size = {size!r}",
             "4 bits in the gemm layout are read",
             subject="config.json",
         )
-    zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
+    zero = Zero.INT if quantization.get("zero_point", True) else Zero.NONE
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    check_not_in_skip_list(found, INFO.skip_list_key, names)
-    check_head_declaration(found, "lm_head", names)
+    check_not_in_skip_list(quantization, INFO.skip_list_key, names)
+    check_head_declaration(quantization, "lm_head", names)
     for first, second in KEY_ALIASES:
-        check_aliases_agree(found, first, second)
+        check_aliases_agree(quantization, first, second)
     for name in names:
-        check_config_value(dynamic_override(found, name), "bits", 4, f"{name} has 4 bits")
+        check_config_value(dynamic_override(quantization, name), "bits", 4, f"{name} has 4 bits")
     return [_read_layout(name, size, zero, tensors) for name in names]
 
 

@@ -222,16 +222,16 @@ def packed_tensors(
     """Return the headers of the stored tensors of one module."""
     scheme, weight = stored_scheme(layer.weight, shape), f"{module}.weight"
     if scheme.grid == "int8":
-        kept = min(layer.input.max_outlier_columns, shape[1]) if layer.input else 0
+        outlier_columns = min(layer.input.max_outlier_columns, shape[1]) if layer.input else 0
         columns = (
-            StoredTensor(f"{module}.outlier_columns", "I32", (kept,)),
-            StoredTensor(f"{module}.outlier_weight", "F16", (shape[0], kept)),
+            StoredTensor(f"{module}.outlier_columns", "I32", (outlier_columns,)),
+            StoredTensor(f"{module}.outlier_weight", "F16", (shape[0], outlier_columns)),
         )
         return (
             StoredTensor(weight, "I8", shape),
             StoredTensor(f"{module}.SCB", "F32", (shape[0],)),
             StoredTensor(f"{module}.weight_format", "U8", ()),
-            *(columns if kept else ()),
+            *(columns if outlier_columns else ()),
         )
     blocks = shape[0] * scheme.groups(shape[1])
     double = scheme.scale is ScaleType.DOUBLE
@@ -307,12 +307,12 @@ def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     ranges = scales * 127
     # The absolute maximum of half-precision weights, where it is one that gives the same scale.
     short = ranges.bfloat16().float()
-    kept = {
+    tensors = {
         f"{module}.{key}": tensor.parameters[key]
         for key in OUTLIER_PARAMS
         if key in tensor.parameters
     }
-    return kept | {
+    return tensors | {
         f"{module}.weight": tensor.codes,
         f"{module}.SCB": torch.where(short / 127 == scales, short, ranges),
         f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
@@ -375,14 +375,14 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     require_headers(headers, expected)
     state = _read_state(name, tensors[name])
     stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"))
-    wanted = (scheme.grid, scheme.group_size(shape[1]), list(shape))
-    if stated != wanted:
+    planned = (scheme.grid, scheme.group_size(shape[1]), list(shape))
+    if stated != planned:
         keys = ("quant_type", "blocksize", "shape")
         raise InputError(
             f"{name}: "
             + " and ".join(
                 f"{key} = {declared!r}, but the tensors are of {actual!r}"
-                for key, declared, actual in zip(keys, stated, wanted, strict=True)
+                for key, declared, actual in zip(keys, stated, planned, strict=True)
                 if declared != actual
             ),
             "the checkpoint is damaged: fetch it again",
@@ -526,8 +526,10 @@ def _int8_layout(
 ) -> ModuleLayout:
     threshold = quantization_config(config).get("llm_int8_threshold", DEFAULT_THRESHOLD)
     both = (tensors.get(f"{module}.{key}") for key in ("outlier_columns", "outlier_weight"))
-    kept = max((header.shape[-1] for header in both if header and header.shape), default=0)
-    activation = Activation("int8", "token", True, float(threshold) or None, kept)
+    outlier_columns = max(
+        (header.shape[-1] for header in both if header and header.shape), default=0
+    )
+    activation = Activation("int8", "token", True, float(threshold) or None, outlier_columns)
     layer = LayerScheme(Scheme("int8", Row(), scale=ScaleType.F32), activation)
     shape = matrix_shape(tensors, f"{module}.weight")
     expected = packed_tensors(module, layer, shape)

@@ -256,7 +256,7 @@ def _stacked_expert_names(stored: Iterable[StoredTensor], config: Mapping[str, A
 
 
 def _expert_module_names(names: Iterable[str]) -> set[str]:
-    return {found[1] for name in names if (found := _EXPERTS_MODULE.match(name))}
+    return {match[1] for name in names if (match := _EXPERTS_MODULE.match(name))}
 
 
 def target_names(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:

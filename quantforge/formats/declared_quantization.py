@@ -148,13 +148,13 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
         )
     if isinstance(config.get("quantization"), Mapping) and config["quantization"]:
         return replace(checkpoint, config={**config, CONFIG_KEY: config["quantization"]})
-    places = dict(_other_declarations(checkpoint))
-    if not places:
+    declarations = dict(_other_declarations(checkpoint))
+    if not declarations:
         if packed:
             raise _undeclared_error(checkpoint, packed)
         return _drop_declarations(checkpoint)
-    first, declared = next(iter(places.items()))
-    for location, other in places.items():
+    first, declared = next(iter(declarations.items()))
+    for location, other in declarations.items():
         if other != declared:
             raise InputError(
                 f"{first} and {location} declare different quantizations",
@@ -171,23 +171,23 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
 def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint in which no tensor is packed, with every declaration of a quantization removed."""
     config = strip_quantization_keys(checkpoint.config)
-    left = {
+    unused = {
         path: declarations
         for path, declarations in find_quantization_keys(checkpoint.config)
         if declarations is not None
     }
-    if not left:
+    if not unused:
         return checkpoint if config == checkpoint.config else replace(checkpoint, config=config)
     methods = {
         str(declarations.get("quant_method")) if isinstance(declarations, Mapping) else "None"
-        for declarations in left.values()
+        for declarations in unused.values()
     }
     named = sorted(methods - {"None"})
     shown = f" ({', '.join(named)})" if named else ""
     return replace(
         checkpoint,
         config=config,
-        declaration_note=f"{', '.join(left)}{shown} in {CONFIG_FILE} is left over and not read: no tensor is packed",
+        declaration_note=f"{', '.join(unused)}{shown} in {CONFIG_FILE} is left over and not read: no tensor is packed",
     )
 
 

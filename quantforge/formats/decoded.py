@@ -83,10 +83,10 @@ class QuantizedWeightReader:
             return self.file_format.unpack(layout, tensors).decode()
         scheme, tensors = layout.scheme.weight, {}
         for part in layout.tensor_names:
-            held = checkpoint.entries[part].shape
-            if not part.endswith(endings) or held in {(), (1,)}:
+            shape = checkpoint.entries[part].shape
+            if not part.endswith(endings) or shape in {(), (1,)}:
                 tensors[part] = checkpoint.read(part)
-            elif held[0] == rows:
+            elif shape[0] == rows:
                 tensors[part] = checkpoint.read_rows(part, first, last)
             elif isinstance(scheme.granularity, Tile):
                 tensors[part] = _repeat_tile_rows(
@@ -115,8 +115,8 @@ def _repeat_tile_rows(
     import torch
 
     start = first // high
-    found = checkpoint.read_rows(name, start, -(-last // high))
-    return found[torch.arange(first, last) // high - start]
+    scale_rows = checkpoint.read_rows(name, start, -(-last // high))
+    return scale_rows[torch.arange(first, last) // high - start]
 
 
 def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
@@ -180,10 +180,10 @@ def decode_weights(
                 "every tensor has to be there once: fetch the checkpoint again",
                 tensor=weight.name,
             )
-    held: Counter[str] = Counter()
+    weight_counts: Counter[str] = Counter()
     added, dtype = {}, checkpoint.dtype
     for weight in weights:
-        held[weight.precision] += sum(
+        weight_counts[weight.precision] += sum(
             checkpoint.entries[name].nbytes for name in weight.tensor_names
         )
         first = checkpoint.entries[weight.tensor_names[0]]
@@ -194,7 +194,7 @@ def decode_weights(
         config=unquantized_config(checkpoint),
         new_entries=added,
         removed=used.union(left_out),
-        facts={PRECISION: ", ".join(words for words, _ in held.most_common())},
+        facts={PRECISION: ", ".join(words for words, _ in weight_counts.most_common())},
     )
 
 
@@ -205,14 +205,14 @@ def quantized_weight_readers(
     form = detect_format(checkpoint.config)
     headers = checkpoint.stored_tensors()
     architecture = architecture_of(checkpoint.config)
-    turned = architecture.linears if architecture and architecture.transposed else ()
-    found, layouts = {}, form.find_layouts(checkpoint.config, headers)
+    transposed_linears = architecture.linears if architecture and architecture.transposed else ()
+    readers, layouts = {}, form.find_layouts(checkpoint.config, headers)
     match_headers(checkpoint, {layout.module: layout for layout in layouts}, headers)
     for layout in layouts:
-        flip = any(layout.module.endswith(f".{linear}") for linear in turned)
+        flip = any(layout.module.endswith(f".{linear}") for linear in transposed_linears)
         shape = layout.shape[::-1] if flip else layout.shape
-        found[f"{layout.module}.weight"] = QuantizedWeightReader(form, layout, flip), shape
-    return found
+        readers[f"{layout.module}.weight"] = QuantizedWeightReader(form, layout, flip), shape
+    return readers
 
 
 def unquantized_config(checkpoint: Checkpoint) -> dict[str, Any]:

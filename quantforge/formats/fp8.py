@@ -167,8 +167,8 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     scale = tensors[module + _SCALE_SUFFIX].reshape(layer.weight.parameter_shape(shape))
     weight, parameters = split_ragged_tiles(layer.weight, shape[1], {"scales": scale})
     if f"{module}.activation_scale" in tensors:
-        found = tensors[f"{module}.activation_scale"]
-        parameters["input_scale"] = scalar_scale(f"{module}.activation_scale", found)
+        activation_scale = tensors[f"{module}.activation_scale"]
+        parameters["input_scale"] = scalar_scale(f"{module}.activation_scale", activation_scale)
     tensor = Quantized(tensors[f"{module}.weight"], parameters, weight, layer.input)
     return require_valid_scales(tensor, module + _SCALE_SUFFIX)
 
@@ -200,8 +200,8 @@ def find_layouts(
         InputError: a block size that is no pair of positive numbers, codes without scales, or headers that disagree
             with the configuration.
     """
-    found = quantization_config(config)
-    block = found.get("weight_block_size", [TILE_SIZE, TILE_SIZE])
+    quantization = quantization_config(config)
+    block = quantization.get("weight_block_size", [TILE_SIZE, TILE_SIZE])
     if block is not None and not _is_tile(block):
         raise InputError(
             f"weight_block_size {block!r}",
@@ -209,13 +209,13 @@ def find_layouts(
             subject="config.json",
         )
     require_scales(tensors, "_scale_inv")
-    require_head_in_skip_list(found, INFO.skip_list_key, tensors)
+    require_head_in_skip_list(quantization, INFO.skip_list_key, tensors)
     names = [name.removesuffix(_SCALE_SUFFIX) for name in tensors if name.endswith(_SCALE_SUFFIX)]
     for key in (INFO.skip_list_key, "ignored_layers"):  # transformers' name, and vLLM's
-        check_not_in_skip_list(found, key, names)
-    check_config_value(found, "fmt", "e4m3", "codes are e4m3")
+        check_not_in_skip_list(quantization, key, names)
+    check_config_value(quantization, "fmt", "e4m3", "codes are e4m3")
     tile = None if block is None else Tile(*block)
-    return [_read_layout(name, found, tile, tensors) for name in names]
+    return [_read_layout(name, quantization, tile, tensors) for name in names]
 
 
 def _is_tile(block: object) -> bool:
@@ -252,18 +252,18 @@ def _read_layout(
     ]
     require_headers(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
     size = tensors[names[1]].shape
-    wanted = layer.weight.parameter_shape(shape)
-    one = all(side == 1 for side in size)
-    if size != wanted and one and tile and "weight_block_size" not in config:
+    expected_size = layer.weight.parameter_shape(shape)
+    has_one_scale = all(side == 1 for side in size)
+    if size != expected_size and has_one_scale and tile and "weight_block_size" not in config:
         raise InputError(
             f"{names[1]}: one scale, but config.json has no weight_block_size, which means tiles of "
             f"{TILE_SIZE}x{TILE_SIZE}",
             'if one scale is right, put "weight_block_size": null into quantization_config',
             tensor=names[1],
         )
-    if size != wanted and not (tile is None and one):
+    if size != expected_size and not (tile is None and has_one_scale):
         raise InputError(
-            f"{names[1]}: {list(size)}, weight_block_size and the weight ask for {list(wanted)}",
+            f"{names[1]}: {list(size)}, weight_block_size and the weight ask for {list(expected_size)}",
             "quantization_config and the tensors disagree",
             tensor=names[1],
         )

@@ -150,11 +150,11 @@ def check_layer(
     if any(size * scheme.bits % 32 for size in shape):
         reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
         return Compatibility(Verdict.IMPOSSIBLE, reason)
-    wanted = stored_scheme(scheme, shape)
+    stored = stored_scheme(scheme, shape)
     return (
         check_float16_scales(scheme)
         or check_whole_groups(scheme, shape)
-        or compare_schemes(scheme, wanted, shape, min_zero_point)
+        or compare_schemes(scheme, stored, shape, min_zero_point)
     )
 
 
@@ -302,24 +302,25 @@ def _skip_rules(
     because readers only ask whether a module's name ends with (optimum) or contains (vLLM) an
     entry.
     """
-    kept = [name for name in unquantized_linears(plan) if name_within_block(name)]
+    skipped = [name for name in unquantized_linears(plan) if name_within_block(name)]
     whole = unquantized_expert_modules(plan, config, modules)
-    if not kept and not whole:
+    if not skipped and not whole:
         return {}
     relative = list(dict.fromkeys(map(name_within_block, modules)))
-    mixed = any(name_within_block(name) in relative for name in kept)
+    mixed = any(name_within_block(name) in relative for name in skipped)
     return {
         # The model's own name may have a prefix that the checkpoint's has not (gpt2).
-        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*kept, *whole)},
+        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*skipped, *whole)},
         "modules_in_block_to_quantize": [list(modules) if mixed else relative],
     }
 
 
 def is_declared(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
     """Return whether ``quant_method`` is gptq, with this checkpoint format."""
-    found = quantization_config(config)
+    quantization = quantization_config(config)
     return (
-        found.get("quant_method") == "gptq" and gptq_checkpoint_format(found) == checkpoint_format
+        quantization.get("quant_method") == "gptq"
+        and gptq_checkpoint_format(quantization) == checkpoint_format
     )
 
 
@@ -331,14 +332,15 @@ def find_layouts(
     Raises:
         InputError: a width that is not read, or headers that disagree with the configuration.
     """
-    found = quantization_config(config)
+    quantization = quantization_config(config)
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    check_config_value(found, "pack_dtype", "int32", "codes are packed into int32")
-    check_head_declaration(found, "lm_head", names)
-    check_aliases_agree(found, "method", "quant_method")
-    check_not_in_skip_list(found, "modules_to_not_convert", names)
+    check_config_value(quantization, "pack_dtype", "int32", "codes are packed into int32")
+    check_head_declaration(quantization, "lm_head", names)
+    check_aliases_agree(quantization, "method", "quant_method")
+    check_not_in_skip_list(quantization, "modules_to_not_convert", names)
     return [
-        _read_layout(name, {**found, **dynamic_override(found, name)}, tensors) for name in names
+        _read_layout(name, {**quantization, **dynamic_override(quantization, name)}, tensors)
+        for name in names
     ]
 
 

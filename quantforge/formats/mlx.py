@@ -134,7 +134,7 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     granularity = scheme.granularity
     size = scheme.group_size(shape[1])
     if not isinstance(granularity, PerGroup) or size not in GROUP_SIZES:
-        fitting = [one for one in reversed(GROUP_SIZES) if size % one == 0 and shape[1] % one == 0]
+        fitting = [fit for fit in reversed(GROUP_SIZES) if size % fit == 0 and shape[1] % fit == 0]
         granularity = PerGroup(fitting[0]) if fitting else granularity
     return replace(scheme, granularity=granularity, zero=Zero.MIN)
 
@@ -220,8 +220,8 @@ def _config_entry(scheme: Scheme) -> dict[str, Any]:
 
 def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether there is a ``quantization`` object and no ``quant_method``."""
-    found = config.get("quantization")
-    return isinstance(found, Mapping) and "quant_method" not in quantization_config(config)
+    quantization = config.get("quantization")
+    return isinstance(quantization, Mapping) and "quant_method" not in quantization_config(config)
 
 
 def find_layouts(
@@ -232,31 +232,33 @@ def find_layouts(
     Raises:
         InputError: a mode or width that is not read, or headers that disagree with the configuration.
     """
-    found = config["quantization"]
-    if quantization_config(config) not in ({}, found):
+    quantization = config["quantization"]
+    if quantization_config(config) not in ({}, quantization):
         raise contradiction_error(
             "quantization differs from quantization_config", "MLX writes the same twice"
         )
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
-    for name, own in found.items():
+    for name, layer_settings in quantization.items():
         packed = name in names
-        if f"{name}.weight" in tensors and not packed and own is not False:
+        if f"{name}.weight" in tensors and not packed and layer_settings is not False:
             raise contradiction_error(
-                f"quantization has {name!r}: {own!r}", f"{name} has no scales", name
+                f"quantization has {name!r}: {layer_settings!r}", f"{name} has no scales", name
             )
-        if packed and own is not True and not isinstance(own, Mapping):
+        if packed and layer_settings is not True and not isinstance(layer_settings, Mapping):
             raise contradiction_error(
-                f"quantization has {name!r}: {own!r}", f"{name} is packed", name
+                f"quantization has {name!r}: {layer_settings!r}", f"{name} is packed", name
             )
-    return [_read_layout(name, found, tensors) for name in names]
+    return [_read_layout(name, quantization, tensors) for name in names]
 
 
 def _read_layout(
     module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    found = own if isinstance(own := config.get(module), Mapping) else config
-    bits, size = found.get("bits", 4), found.get("group_size", 64)
-    mode = found.get("mode", "affine")
+    settings = (
+        layer_settings if isinstance(layer_settings := config.get(module), Mapping) else config
+    )
+    bits, size = settings.get("bits", 4), settings.get("group_size", 64)
+    mode = settings.get("mode", "affine")
     if mode == "affine" and bits in SUPPORTED_BITS and type(size) is int and size > 1:
         scale = scale_type_of(tensors, f"{module}.scales")
         scheme = Scheme(f"int{bits}", PerGroup(size), Zero.MIN, scale)
@@ -277,7 +279,7 @@ def _read_layout(
     require_headers(tensors, expected)
     if not scheme.integer:
         for key, actual in (("bits", scheme.bits), ("group_size", group)):
-            check_config_value(found, key, actual, f"{module} is {scheme}, of {actual}")
+            check_config_value(settings, key, actual, f"{module} is {scheme}, of {actual}")
         if f"{module}.biases" in tensors:
             raise contradiction_error(
                 f"mode = {mode!r}", f"{module} has biases, which are of affine", module

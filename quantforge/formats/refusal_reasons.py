@@ -97,7 +97,10 @@ def config_group_size(scheme: Scheme) -> int:
 def largest_common_group_size(sizes: Iterable[int]) -> int | None:
     """Return the largest of `COMMON_GROUP_SIZES` that divides all sizes, None if none does."""
     sizes = tuple(sizes)
-    return next((one for one in COMMON_GROUP_SIZES if all(size % one == 0 for size in sizes)), None)
+    return next(
+        (common for common in COMMON_GROUP_SIZES if all(size % common == 0 for size in sizes)),
+        None,
+    )
 
 
 def check_single_group_size(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Compatibility | None:
@@ -112,8 +115,8 @@ def check_single_group_size(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Comp
     if len(modules) < 2:
         return None
     shown = " and ".join(
-        f"{size if size > 0 else 'one per row'} ({summarize_names(found)})"
-        for size, found in sorted(modules.items())
+        f"{size if size > 0 else 'one per row'} ({summarize_names(names)})"
+        for size, names in sorted(modules.items())
     )
     scheme = next(iter(schemes.values()))[0]
     size = largest_common_group_size(shape[1] for _, shape in schemes.values())

@@ -184,8 +184,8 @@ class DecoderBlock:
         owner, _, leaf = name.rpartition(".")
         if self.experts is not None and owner == self.experts.path:
             return True
-        held = {path for path, _ in self.module.named_modules()}
-        return owner not in held or not hasattr(self.module.get_submodule(owner), leaf)
+        module_paths = {path for path, _ in self.module.named_modules()}
+        return owner not in module_paths or not hasattr(self.module.get_submodule(owner), leaf)
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter or stored constant as the module holds it, e.g. ``input_layernorm.weight``.
@@ -205,11 +205,11 @@ class DecoderBlock:
 
     def weight(self, linear: str) -> Tensor:
         """Return the weight of a linear as ``[out_features, in_features]`` (a view, possibly transposed)."""
-        place = self._expert_places.get(linear)
-        if place is not None and self.experts is not None:
-            return self.experts.weight(place)
-        if place is not None:
-            return place.view(self.module.get_parameter(place.stack.parameter))
+        stack_slice = self._expert_places.get(linear)
+        if stack_slice is not None and self.experts is not None:
+            return self.experts.weight(stack_slice)
+        if stack_slice is not None:
+            return stack_slice.view(self.module.get_parameter(stack_slice.stack.parameter))
         weight = self.module.get_parameter(f"{linear}.weight")
         return weight.T if self.architecture.transposed else weight
 
@@ -275,10 +275,10 @@ class DecoderBlock:
         if not requested and not run_to_end and self.experts is None:
             return {}
         inputs = [WeightedInput(key, needs[key]) for key in requested]
-        found = self.observe_weighted(
+        statistics = self.observe_weighted(
             inputs, advance=advance, keep_rows=keep_rows, run_to_end=run_to_end
         )
-        return dict(zip(requested, found, strict=True))
+        return dict(zip(requested, statistics, strict=True))
 
     def observe_weighted(
         self,

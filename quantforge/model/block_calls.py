@@ -71,8 +71,8 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, C
 
 def hidden_states_of(returned: Any) -> Tensor:
     """Return the hidden states among the outputs of a block."""
-    found: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
-    return found
+    states: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
+    return states
 
 
 def extra_outputs_of(returned: Any) -> tuple[Any, ...]:

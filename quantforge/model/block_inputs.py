@@ -205,8 +205,8 @@ class ReplayedInputs:
         """Return the output of a stand-in: stored states for an earlier block, its input for a later one."""
         if index < self._index:
             store = self.reread_states.get(index)
-            found = store.read(start, start + len(states)).to(states) if store else states
-            at_block = self.layout.unpack(found)
+            read_states = store.read(start, start + len(states)).to(states) if store else states
+            at_block = self.layout.unpack(read_states)
         return self._stand_ins[index].wrap_output(at_block, earlier.extra_outputs)
 
     def _override(self, index: int, states: Tensor, call: Call) -> Any:
@@ -234,11 +234,11 @@ class ReplayedInputs:
 
     def _earlier_outputs(self, start: int, count: int, device: torch.device) -> EarlierOutputs:
         """Return the recorded outputs of several rows, concatenated."""
-        found = [
+        stored_outputs = [
             self._outputs_by_row.get(row, EarlierOutputs()) for row in range(start, start + count)
         ]
         return EarlierOutputs(
-            *tree_map(partial(self._leaves.load_joined, device), *map(tuple, found))
+            *tree_map(partial(self._leaves.load_joined, device), *map(tuple, stored_outputs))
         )
 
     def _find_reread_states(self) -> None:
@@ -254,7 +254,7 @@ class ReplayedInputs:
             later = zip(
                 plain[index + 2 :], self._trace_arguments(changed, ids)[index + 2 :], strict=True
             )
-            if not all(equal_trees(one, other) for one, other in later):
+            if not all(equal_trees(first, other) for first, other in later):
                 self.reread_states[index] = None
 
     def _trace_arguments(self, outputs: Tensor, ids: Tensor) -> list[Any]:

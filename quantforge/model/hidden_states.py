@@ -231,10 +231,10 @@ class LeafStore:
 
     def load_joined(self, device: torch.device, *leaves: Any) -> Any:
         """Load the same leaf of several rows; tensors are concatenated along the first axis and moved to a device."""
-        found = [self.load(leaf) for leaf in leaves]
-        if not isinstance(found[0], Tensor):
-            return found[0]
-        return (torch.cat(found) if len(found) > 1 else found[0]).to(device)
+        loaded = [self.load(leaf) for leaf in leaves]
+        if not isinstance(loaded[0], Tensor):
+            return loaded[0]
+        return (torch.cat(loaded) if len(loaded) > 1 else loaded[0]).to(device)
 
     def close(self) -> None:
         """Close the file; stored leaves cannot be loaded any more."""

@@ -80,9 +80,9 @@ def model_class(
     """
     if architecture_of(config) is not None and not whole:
         parsed = _parse_config(_decoder_config(config))
-        found = _class_in_tables((_TEXT_TABLE,), parsed, ())
-        if found is not None:
-            return parsed, found
+        text_class = _class_in_tables((_TEXT_TABLE,), parsed, ())
+        if text_class is not None:
+            return parsed, text_class
     parsed = _parse_config(config)
     return parsed, _whole_model_class(config, parsed)
 
@@ -118,14 +118,14 @@ def _whole_model_class(
         else (_TEXT_TABLE, *_MULTIMODAL_TABLES)
     )
     named = config.get("architectures")
-    found = _class_in_tables(tables, parsed, named if isinstance(named, list) else ())
-    if found is None:
+    found_class = _class_in_tables(tables, parsed, named if isinstance(named, list) else ())
+    if found_class is None:
         raise InputError(
             f"transformers has no decoder for model_type {config.get('model_type')!r}",
             "models that write text are quantized",
             subject="config.json",
         )
-    return found
+    return found_class
 
 
 def _decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,16 +143,18 @@ def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     architecture = architecture_of(config)
     if architecture is not None and "layer_types" in values:
         model_type = architecture.model_type_with_layer_types.get(model_type, model_type)
-    found: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    return found
+    parsed: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    return parsed
 
 
 def _class_in_tables(
     tables: tuple[str, ...], parsed: PreTrainedConfig, named: Any
 ) -> type[PreTrainedModel] | None:
     """Return the class named by the configuration if the tables have it, else their first class for it."""
-    found = [kind for table in tables for kind in _classes_in_table(table, parsed)]
-    return next((kind for kind in found if kind.__name__ in named), found[0] if found else None)
+    classes = [kind for table in tables for kind in _classes_in_table(table, parsed)]
+    return next(
+        (kind for kind in classes if kind.__name__ in named), classes[0] if classes else None
+    )
 
 
 def _classes_in_table(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:

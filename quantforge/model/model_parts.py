@@ -33,9 +33,9 @@ def find_base_model(model: PreTrainedModel) -> PreTrainedModel | None:
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the base model (see `find_base_model`) of a loaded model, which always has one."""
-    found = find_base_model(model)
-    assert found is not None
-    return found
+    base = find_base_model(model)
+    assert base is not None
+    return base
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module | None:
@@ -48,9 +48,9 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
     table = model.get_input_embeddings()
     for part in model.modules():
         if part is not model and isinstance(part, Model) and part.get_input_embeddings() is table:
-            found: nn.Module | None = part.get_output_embeddings()
-            if found is not None:
-                return found
+            layer: nn.Module | None = part.get_output_embeddings()
+            if layer is not None:
+                return layer
     return None
 
 
@@ -92,8 +92,8 @@ def text_decoder(model: PreTrainedModel, blocks: str) -> nn.Module:
     """Return the text decoder: the innermost model that contains a list of blocks, given its name."""
     from transformers import PreTrainedModel as Model
 
-    found: nn.Module = model
+    decoder: nn.Module = model
     for name in accumulate(blocks.split(".")[:-1], "{}.{}".format):
         part = model.get_submodule(name)
-        found = part if isinstance(part, Model) else found
-    return found
+        decoder = part if isinstance(part, Model) else decoder
+    return decoder

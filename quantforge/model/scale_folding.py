@@ -102,8 +102,8 @@ def _divide_producer(block: DecoderBlock, scale_fold: ScaleFold, channels: Tenso
     elif scale_fold.kind is FoldKind.NORM_PLUS_ONE:
         block.set_parameter(weight, (block.parameter(weight) + 1) / channels - 1)
     else:
-        made = block.weight(scale_fold.module)
-        made[rows] = made[rows] / channels[:, None]
+        divided = block.weight(scale_fold.module)
+        divided[rows] = divided[rows] / channels[:, None]
     if not block.has_parameter(bias):
         return [weight]
     offset = block.parameter(bias)

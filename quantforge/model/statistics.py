@@ -108,16 +108,19 @@ def statistics_for_inputs(inputs: Iterable[Activation | None]) -> frozenset[Stat
     return frozenset(requested)
 
 
-def _mix_means(own: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
+def _mix_means(current: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
     """Return the mean of two tensors weighted by ``share`` and ``1 - share``; the first is overwritten."""
-    if own is None or prior is None:
+    if current is None or prior is None:
         return None if prior is None else prior.clone()
-    return own.mul_(share).add_(prior, alpha=1 - share)
+    return current.mul_(share).add_(prior, alpha=1 - share)
 
 
 def _join_ranges(
-    own: Tensor | None, prior: Tensor | None, both: bool, join: Callable[[Tensor, Tensor], Tensor]
+    current: Tensor | None,
+    prior: Tensor | None,
+    both: bool,
+    join: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor | None:
-    if own is None or prior is None:
-        return prior if own is None else own
-    return join(own, prior) if both else own
+    if current is None or prior is None:
+        return prior if current is None else current
+    return join(current, prior) if both else current

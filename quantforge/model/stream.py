@@ -226,7 +226,9 @@ class ModelStream:
 
     def _load_outer_weights(self) -> None:
         """Load all weights outside the blocks except the head and towers; of embeddings only rows that occur."""
-        own = {item.name for item in self._model_layout.tensors if item.role is not Role.FOREIGN}
+        model_names = {
+            item.name for item in self._model_layout.tensors if item.role is not Role.FOREIGN
+        }
         head, main = self._architecture.head, self._architecture.embedding
         tokens = torch.unique(self._rows)
         for name in self._model.state_dict():
@@ -238,13 +240,13 @@ class ModelStream:
                 EmbeddingRows(
                     module, partial(self._weights.read_rows, name), occurring, self._resources
                 )
-            elif path != head and (name in own or not self._architecture.text_config):
+            elif path != head and (name in model_names or not self._architecture.text_config):
                 self._weights.fill(self._model, name)
 
     def _run_base_model(self, ids: Tensor) -> Tensor:
         """Run the base model; return the hidden states after the last norm."""
-        found: Tensor = self._base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return found
+        hidden_states: Tensor = self._base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden_states
 
     def _embed_rows(self, start: int, stop: int) -> Tensor:
         """Return the hidden states before the first block, and record the other arguments of the blocks."""
@@ -252,18 +254,18 @@ class ModelStream:
             self._run_base_model(self._rows[start:stop].to(self._device))
             self._calls.setdefault(stop - start, [stand_in.call for stand_in in self._stand_ins])
             return self._stand_ins[0].states
-        found = []
+        embedded = []
         for row in range(start, stop):
             with self._decoder_calls.row_set(row):
                 self._run_base_model(self._rows[row : row + 1].to(self._device))
-            found.append(self._stand_ins[0].states)
-        return found[0] if len(found) == 1 else torch.cat(found, self._layout.row_axis)
+            embedded.append(self._stand_ins[0].states)
+        return embedded[0] if len(embedded) == 1 else torch.cat(embedded, self._layout.row_axis)
 
     def _block_inputs(self, index: int) -> BlockInputs:
         """Return the source of a block's arguments."""
         if self._replayed_inputs is not None:
             return self._replayed_inputs.at_block(index)
-        calls = {rows: found[index] for rows, found in self._calls.items()}
+        calls = {rows: calls_by_block[index] for rows, calls_by_block in self._calls.items()}
         return RecordedInputs(self._layout, calls)
 
     def _is_reread(self, index: int) -> bool:

@@ -60,13 +60,15 @@ class LoadingResult:
     @property
     def reason(self) -> str:
         """Return why the model cannot be loaded, for a message; "" if there is no known reason."""
-        found = (
+        differences = (
             ("{} parameter(s) are in no file and would be random", self.missing),
             ("{} parameter(s) have another shape in the files", self.mismatched),
             ("the tensors of {} parameter(s) cannot be converted", self.failed),
         )
         reasons = [
-            f"{text.format(len(names))}: {_shorten_names(names)}" for text, names in found if names
+            f"{text.format(len(names))}: {_shorten_names(names)}"
+            for text, names in differences
+            if names
         ]
         return "; ".join([*reasons, *filter(None, [self.error])])
 
@@ -120,17 +122,20 @@ def resolve_verdicts(
     """
     if all(verdict.loads is not None for verdict in verdicts):
         return verdicts
-    kept = (item for item in tensors if item.action in {Action.KEEP, Action.QUANTIZE})
-    found = check_plain_loading(
-        config, [StoredTensor(item.name, item.dtype, item.shape) for item in kept]
+    stored_plans = (item for item in tensors if item.action in {Action.KEEP, Action.QUANTIZE})
+    result = check_plain_loading(
+        config, [StoredTensor(item.name, item.dtype, item.shape) for item in stored_plans]
     )
-    return tuple(_resolve_verdict(one, found) if one.loads is None else one for one in verdicts)
+    return tuple(
+        _resolve_verdict(unresolved, result) if unresolved.loads is None else unresolved
+        for unresolved in verdicts
+    )
 
 
-def _resolve_verdict(verdict: EngineVerdict, found: LoadingResult) -> EngineVerdict:
-    if found.not_tried:
-        return replace(verdict, reason=found.not_tried)
-    return EngineVerdict(verdict.engine, not found.reason, found.reason or verdict.note)
+def _resolve_verdict(verdict: EngineVerdict, result: LoadingResult) -> EngineVerdict:
+    if result.not_tried:
+        return replace(verdict, reason=result.not_tried)
+    return EngineVerdict(verdict.engine, not result.reason, result.reason or verdict.note)
 
 
 def _refuse_read(name: str) -> Tensor:
@@ -166,22 +171,26 @@ def _load_on_meta(
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import ContextManagers
 
-    places: Any = {"": _META}
+    device_map: Any = {"": _META}
     quantizer: Any = None
     if quantized:
         from transformers.quantizers.auto import get_hf_quantizer
 
         parsed.quantization_config = quantized
-        quantizer, parsed, places = get_hf_quantizer(parsed, None, places, True, {})
+        quantizer, parsed, device_map = get_hf_quantizer(parsed, None, device_map, True, {})
     dtype = torch.bfloat16
     with ContextManagers(kind.get_init_context(dtype, quantizer is not None, False, False)):
         model: Any = kind(parsed)
         if quantizer is not None:
             quantizer.preprocess_model(
-                model=model, dtype=dtype, device_map=places, checkpoint_files=[], use_kernels=False
+                model=model,
+                dtype=dtype,
+                device_map=device_map,
+                checkpoint_files=[],
+                use_kernels=False,
             )
     settings = LoadStateDictConfig(
-        device_map=places,
+        device_map=device_map,
         dtype=dtype,
         hf_quantizer=quantizer,
         weight_mapping=get_model_conversion_mapping(model, None, quantizer),
@@ -191,7 +200,7 @@ def _load_on_meta(
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     if not info.missing_and_mismatched() and not info.conversion_errors:
-        model._move_missing_keys_from_meta_to_device(set(), places, None, quantizer)
+        model._move_missing_keys_from_meta_to_device(set(), device_map, None, quantizer)
         try:
             model._initialize_missing_keys(quantizer is not None)
         except AttributeError as error:  # code of a family that reads the weights of packed layers
@@ -203,8 +212,8 @@ def _load_on_meta(
     return LoadingResult(
         tuple(sorted(set(info.missing_keys) - failed.keys())),
         tuple(
-            f"{name} {list(own)} instead of {list(wanted)}"
-            for name, own, wanted in sorted(info.mismatched_keys)
+            f"{name} {list(stored_shape)} instead of {list(model_shape)}"
+            for name, stored_shape, model_shape in sorted(info.mismatched_keys)
         ),
         tuple(sorted(failed)),
     )
@@ -212,8 +221,10 @@ def _load_on_meta(
 
 def _copy_quantization_config(config: Mapping[str, Any]) -> Any:
     """Return a copy of ``quantization_config``, also from within ``text_config``; None if there is none."""
-    found = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return dict(found) if isinstance(found, Mapping) else None
+    quantization = config.get("quantization_config") or text_config(config).get(
+        "quantization_config"
+    )
+    return dict(quantization) if isinstance(quantization, Mapping) else None
 
 
 class _RealTensor:

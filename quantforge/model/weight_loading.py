@@ -85,11 +85,11 @@ class ModuleWeights:
         return stored
 
     def read_expert(
-        self, module: nn.Module, index: int, number: int, places: Mapping[str, StackSlice]
+        self, module: nn.Module, index: int, number: int, stack_slices: Mapping[str, StackSlice]
     ) -> dict[str, Tensor]:
         """Return the parameters of one expert, ``[1, ...]`` each, by name relative to the block. Errors as `read`.
 
-        ``places``: the positions of its linears in the stacks.
+        ``stack_slices``: the positions of its linears in the stacks.
         """
         block, kind = self._model_layout.block_name(index), self._model_layout.layers[index]
         parameters = {}
@@ -101,10 +101,10 @@ class ModuleWeights:
                 parameters[key] = torch.full(
                     (1, *free_weights.shape[1:]), torch.nan, device=self._device
                 )
-        for linear, place in places.items():
+        for linear, stack_slice in stack_slices.items():
             if f"{block}.{linear}.weight" in self._model_layout.by_name:
-                matrix = place.stack.matrix(
-                    parameters[place.stack.parameter], place.linear_index, 0
+                matrix = stack_slice.stack.matrix(
+                    parameters[stack_slice.stack.parameter], stack_slice.linear_index, 0
                 )
                 matrix.copy_(self.read(f"{block}.{linear}.weight"))
         return parameters
@@ -220,13 +220,13 @@ def _gather_rows(source: TensorSource, name: str, shape: tuple[int, ...], rows: 
     """Gather rows of a stored matrix as float32, given in ascending order, reading it in strips."""
     count = shape[0]
     step = max(1, CHUNK_BYTES * count // (4 * math.prod(shape)))
-    found = [torch.empty(0, *shape[1:])]
+    gathered = [torch.empty(0, *shape[1:])]
     for first in range(0, count, step):
         last = min(first + step, count)
-        wanted = rows[(rows >= first) & (rows < last)] - first
-        if len(wanted):
-            found.append(source.read_rows(name, first, last)[wanted].float())
-    return torch.cat(found)
+        rows_in_strip = rows[(rows >= first) & (rows < last)] - first
+        if len(rows_in_strip):
+            gathered.append(source.read_rows(name, first, last)[rows_in_strip].float())
+    return torch.cat(gathered)
 
 
 def _expert_parameters(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:

@@ -97,11 +97,11 @@ class WeightSource:
         (parameter,) = self.parameters
         stack = Stack(parameter, tuple(text.replace("*", "{}") for text in order))
         counts: Counter[str] = Counter()
-        places = {}
+        stack_slices = {}
         for name, pattern in zip(self.stored, self.patterns, strict=True):
-            places[name] = StackSlice(stack, order.index(pattern), counts[pattern])
+            stack_slices[name] = StackSlice(stack, order.index(pattern), counts[pattern])
             counts[pattern] += 1
-        return places
+        return stack_slices
 
 
 class WeightMapping:
@@ -204,13 +204,13 @@ class WeightMapping:
         expected = self._model.state_dict()
         collected: dict[str, tuple[Any, list[str], list[str]]] = {}
         for name in sorted(self._shapes, key=core.dot_natural_key):
-            found, pattern = core.rename_source_key(name, renamings, converters, prefix, expected)
-            if found not in expected and name in expected:
-                found, pattern = core.rename_source_key(name, [], [], prefix, expected)
-            if found not in expected:
+            renamed, pattern = core.rename_source_key(name, renamings, converters, prefix, expected)
+            if renamed not in expected and name in expected:
+                renamed, pattern = core.rename_source_key(name, [], [], prefix, expected)
+            if renamed not in expected:
                 continue
             rule = by_pattern[pattern] if pattern is not None else None
-            _, names, patterns = collected.setdefault(found, (rule, [], []))
+            _, names, patterns = collected.setdefault(renamed, (rule, [], []))
             names.append(name)
             patterns.append(pattern or "")
         for first, (rule, names, patterns) in collected.items():
@@ -257,8 +257,8 @@ class WeightMapping:
             source = WeightSource({first: self._shapes[names[0]]}, tuple(names))
         else:
             empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
-            made = _run_converter(self._model, rule, names, patterns, empty.__getitem__, first)
-            shapes = {name: tuple(value.shape) for name, value in made.items()}
+            converted = _run_converter(self._model, rule, names, patterns, empty.__getitem__, first)
+            shapes = {name: tuple(value.shape) for name, value in converted.items()}
             source = WeightSource(shapes, tuple(names), tuple(patterns), rule)
         for parameter, shape in source.parameters.items():
             self._check(parameter, shape, source)
@@ -329,11 +329,11 @@ def _run_converter(
     Raises:
         InputError: the converter fails.
     """
-    own = deepcopy(rule)
+    rule_copy = deepcopy(rule)
     for name, pattern in zip(names, patterns, strict=True):
-        own.add_tensor(first, name, pattern, read(name))
+        rule_copy.add_tensor(first, name, pattern, read(name))
     try:
-        made = own.convert(first, model=model, config=model.config)
+        converted = rule_copy.convert(first, model=model, config=model.config)
     except _CONVERTER_ERRORS as error:
         steps = " and ".join(type(item).__name__ for item in rule.operations)
         raise InputError(
@@ -341,7 +341,9 @@ def _run_converter(
             "the checkpoint is not complete, or not of this model",
             tensor=names[0],
         ) from error
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    return {
+        name: value[0] if isinstance(value, list) else value for name, value in converted.items()
+    }
 
 
 def _tied_parameters(model: PreTrainedModel, sources: Mapping[str, WeightSource]) -> dict[str, str]:

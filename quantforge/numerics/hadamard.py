@@ -85,10 +85,10 @@ def _product(x: Tensor) -> Tensor:
     if small == 1:
         return x.view(rows, size)
     x, signs = x.view(rows, small, -1), _paley_tensor(small)
-    found = torch.zeros_like(x)
+    product = torch.zeros_like(x)
     for channel in range(small):
-        found.addcmul_(x[:, channel : channel + 1], signs[channel].view(1, -1, 1))
-    return found.view(rows, size)
+        product.addcmul_(x[:, channel : channel + 1], signs[channel].view(1, -1, 1))
+    return product.view(rows, size)
 
 
 def _paley_tensor(size: int) -> torch.Tensor:
@@ -101,8 +101,8 @@ def _paley_tensor(size: int) -> torch.Tensor:
 def _paley_factor(size: int) -> int | None:
     """Return the smallest Paley order (or 1) whose quotient is a power of two; None if there is none."""
     orders = [size >> shift for shift in range(size.bit_length()) if size % (1 << shift) == 0]
-    found = [order for order in orders if order == 1 or _is_paley(order)]
-    return min(found, default=None)
+    factors = [order for order in orders if order == 1 or _is_paley(order)]
+    return min(factors, default=None)
 
 
 def _is_paley(order: int) -> bool:

@@ -220,8 +220,8 @@ def _attention(
 
     def fill(i: int) -> None:
         row = slice(i, i + 1)
-        each = attn_mask is not None and attn_mask.dim() == 4 and len(attn_mask) > 1
-        mask = attn_mask[row] if attn_mask is not None and each else attn_mask
+        has_row_masks = attn_mask is not None and attn_mask.dim() == 4 and len(attn_mask) > 1
+        mask = attn_mask[row] if attn_mask is not None and has_row_masks else attn_mask
         out[row] = functional.scaled_dot_product_attention(
             query[row], key[row], value[row], mask, **options
         )
@@ -261,7 +261,9 @@ class _TiledLinears(FunctionMode):
         if function is functional.linear and len(args) > 1 and args[0].requires_grad:
             x, weight, bias = (*args, *kwargs.values(), None)[:3]
             plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1
-            if plain and not any(one is not None and one.requires_grad for one in (weight, bias)):
+            if plain and not any(
+                tensor is not None and tensor.requires_grad for tensor in (weight, bias)
+            ):
                 return _FrozenLinear.apply(x, weight, bias, self._threads)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 

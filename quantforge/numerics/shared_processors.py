@@ -60,16 +60,16 @@ def processors_are_shared() -> bool:
 
 def processor_quota() -> float | None:
     """Return how many processors the cgroups of this process allow it, None if they set no limit."""
-    found = []
+    quotas = []
     for line in _system_text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, place = line.split(":", 2)
+        _, controllers, cgroup_path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = Path("/sys/fs/cgroup") / ("cpu" if controllers else "")
-        inside = Path(place.lstrip("/"))
+        inside = Path(cgroup_path.lstrip("/"))
         limits = (_limit(root / folder) for folder in (inside, *inside.parents))
-        found += [limit for limit in limits if limit is not None]
-    return min(found, default=None)
+        quotas += [limit for limit in limits if limit is not None]
+    return min(quotas, default=None)
 
 
 def _limit(folder: Path) -> float | None:

@@ -114,7 +114,7 @@ class Team:
             self._pools[kind, workers] = pool
         inference = torch.is_inference_mode_enabled()
         todo, errors = deque(range(len(parts))), dict[int, BaseException]()
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
 
         def work_through() -> None:
             torch.set_num_threads(share)
@@ -125,7 +125,7 @@ class Team:
                     except IndexError:
                         return
                     try:
-                        found[index] = work(parts[index])
+                        results[index] = work(parts[index])
                     except BaseException as error:
                         errors[index] = error
                         todo.clear()
@@ -139,7 +139,7 @@ class Team:
             wait(futures)
         if errors:
             raise errors[min(errors)]
-        return [found[index] for index in range(len(parts))]
+        return [results[index] for index in range(len(parts))]
 
     def close(self) -> None:
         """Stop the threads."""

@@ -96,8 +96,8 @@ class MixtureSearch:
     def tensor_plans(self) -> Mapping[str, Mapping[str, TensorPlan]]:
         """Return the tensor plan of every linear of the blocks, by candidate and canonical name."""
         return {
-            name: quantized_linears(one.plan.tensors, one.model_layout)
-            for name, one in self.candidate_plans.items()
+            name: quantized_linears(candidate.plan.tensors, candidate.model_layout)
+            for name, candidate in self.candidate_plans.items()
         }
 
     @cached_property
@@ -108,7 +108,7 @@ class MixtureSearch:
     @cached_property
     def weight_counts(self) -> Mapping[str, int]:
         """Return the number of weights of each linear."""
-        return {name: math.prod(one.shape) for name, one in self.linears.items()}
+        return {name: math.prod(linear.shape) for name, linear in self.linears.items()}
 
     @cached_property
     def linear_budget(self) -> int:
@@ -300,7 +300,7 @@ class MixtureSearch:
 
     def _file_bytes(self, mixture: Mixture) -> int:
         """Return the bytes of all weight files of the result under a mixture."""
-        first = sum(one.output_bytes for one in self.linears.values())
+        first = sum(linear.output_bytes for linear in self.linears.values())
         return self.first_plan.plan.output_bytes - first + mixture.nbytes
 
     def _bits_per_weight(self, mixture: Mixture) -> float:
@@ -358,16 +358,16 @@ def plan_search(
         )
 
     candidate_texts = as_list(request.candidates)
-    given = [(name,) for text in candidate_texts for name in str(text).split(",") if name]
+    names = [(name,) for text in candidate_texts for name in str(text).split(",") if name]
     join_linears = (
         key != GGUF
     )  # engines load the linears of one input, and all experts, as one matrix: one scheme
     plans, left_out = plan_candidates(
         source,
         plan_with,
-        given or default_candidates(key),
+        names or default_candidates(key),
         chosen_recipe.engine,
-        explicit=bool(given),
+        explicit=bool(names),
         join_linears=join_linears,
     )
     first_plan = plans[next(iter(plans))]

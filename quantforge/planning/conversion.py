@@ -187,7 +187,7 @@ def plan_export(
     if recipe.format == GGUF:
         from quantforge.planning.gguf_plan import plan_gguf_export  # imports all of GGUF
 
-        schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
+        schemes = {module: target_scheme.weight for module, (target_scheme, _) in modules.items()}
         partial_plan = plan_gguf_export(recipe, checkpoint, model_layout, schemes, tower)
     else:
         partial_plan = _plan_safetensors(checkpoint, split_layers, target, requested_dtype)

@@ -60,7 +60,7 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     inside = [tensor for tensor in tensors if _is_counted(tensor)]
     total = sum(math.prod(tensor.shape) for tensor in inside)
     quantized = sum(math.prod(t.shape) for t in inside if t.action is Action.QUANTIZE)
-    kept: dict[str, int] = {}
+    kept_bytes: dict[str, int] = {}
     towers: dict[str, int] = {}
     large_bytes = LARGE_SHARE * sum(tensor.output_bytes for tensor in tensors)
     for tensor in tensors:
@@ -77,11 +77,11 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
         if tensor.action is Action.KEEP and not is_kept_by_user(tensor) and not tensor.sparse:
             name = tensor.name.replace(f".{tensor.block}.", ".*.", 1)
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
-            kept[name] = kept.get(name, 0) + tensor.output_bytes
+            kept_bytes[name] = kept_bytes.get(name, 0) + tensor.output_bytes
     sparse = sum(math.prod(tensor.shape) for tensor in inside if tensor.sparse)
     share = quantized / total if total else 1.0
     return Coverage(
-        share, _largest_first(kept), _largest_first(towers), sparse / total if total else 0.0
+        share, _largest_first(kept_bytes), _largest_first(towers), sparse / total if total else 0.0
     )
 
 

@@ -216,7 +216,7 @@ def _plan_file(
     tower: ProjectorFile | None,
 ) -> PartialGgufPlan:
     """Return the partial plan of a file, given the types of its tensors and the metadata about the recipe."""
-    checkpoint, model_layout, found = (
+    checkpoint, model_layout, hyper_parameters = (
         contents.checkpoint,
         contents.model_layout,
         contents.parameters,
@@ -233,7 +233,7 @@ def _plan_file(
     tokenizer = _file_vocabulary(
         checkpoint, vocabulary_size, model_layout.config, recipe.pre_tokenizer
     )
-    table = _tensor_table(file_tensors, found)
+    table = _tensor_table(file_tensors, hyper_parameters)
     weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(file_tensors, types)
     types_and_shapes = {tensor.name: (tensor.type, tensor.shape) for tensor in table}
     file_type_id = file_type(types.label, types_and_shapes, contents.shape)
@@ -248,7 +248,7 @@ def _plan_file(
                 checkpoint.card,
                 tokenizer.tokens,
             ),
-            found.keys,
+            hyper_parameters.keys,
             tokenizer.keys(),
             recipe_metadata(recipe),
         )
@@ -256,12 +256,12 @@ def _plan_file(
     has_towers = len(model_layout.foreign_tensors) > len(model_layout.draft_head_tensors)
     return PartialGgufPlan(
         tensors=(
-            *(_tensor_plan(item, found) for item in file_tensors),
+            *(_tensor_plan(item, hyper_parameters) for item in file_tensors),
             *_dropped_tensors(model_layout, written, tower),
         ),
         engines=layer_verdicts(gguf.INFO.engines, ()),
         label=label,
-        substitutions=(*chooser.substitutions, *found.events, *tokenizer.events),
+        substitutions=(*chooser.substitutions, *hyper_parameters.events, *tokenizer.events),
         notes=(
             f"{label}: {_type_counts(file_tensors)}",
             *chooser.notes,
@@ -529,21 +529,21 @@ class SourceTypes(FileTypes):
         tied: whether the head is tied to the embedding.
     """
 
-    def __init__(self, given: Mapping[str, Scheme], *, tied: bool) -> None:
+    def __init__(self, schemes: Mapping[str, Scheme], *, tied: bool) -> None:
         self._tied = tied
         self._given = {
-            module: ggml_type_of(LayerScheme(scheme), module) for module, scheme in given.items()
+            module: ggml_type_of(LayerScheme(scheme), module) for module, scheme in schemes.items()
         }
         counted = list(self._given.values())
         self.label = max(sorted(set(counted)), key=counted.count)
 
     def from_request(self, tensor: MatchedTensor, request: RequestedScheme) -> str:
         """Return the type requested for the embedding, or that of its codes if it is quantized already."""
-        given = self._given.get(tensor.header.name.removesuffix(".weight"))
-        if given is None:
+        source_type = self._given.get(tensor.header.name.removesuffix(".weight"))
+        if source_type is None:
             return super().from_request(tensor, request)
         check_not_quantized(tensor.header.name, str(request.scheme or KEEP))
-        return given
+        return source_type
 
     def default(self, tensor: MatchedTensor) -> ChosenScheme[str]:
         """Return the type that the tensor has in the source."""

@@ -168,8 +168,8 @@ def epoch_passes(model_layout: ModelLayout) -> int:
 def tune_note(epochs: int, calibration: CalibrationOptions, model_layout: ModelLayout) -> str:
     """Return a note on the cost of tuning."""
     tokens = calibration.samples * calibration.length
-    epoch_count, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
-    passes = f"{each}about as long as {epoch_passes(model_layout)} forward passes"
+    epoch_count, each_word = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
+    passes = f"{each_word}about as long as {epoch_passes(model_layout)} forward passes"
     joint_epochs = whole_model_epochs(epochs)
     whole_model_note = (
         f"; then {joint_epochs} over the whole model, whose codes are in memory meanwhile"

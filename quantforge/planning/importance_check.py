@@ -76,10 +76,10 @@ def names_in_gguf(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> d
     """
     linears = {tensor.name for tensor in tensors if len(tensor.shape) == 2}
     matrices = [tensor for tensor in model_layout.tensors if tensor.header.name in linears]
-    found = gguf_names(
+    gguf_tensors = gguf_names(
         family_of(model_layout.config), model_layout.blocks, [tensor.name for tensor in matrices]
     )
-    return {tensor.header.name: found[tensor.name] for tensor in matrices}
+    return {tensor.header.name: gguf_tensors[tensor.name] for tensor in matrices}
 
 
 def importance_sizes(
@@ -96,7 +96,7 @@ def importance_sizes(
 def _refuse_other_model(
     path: Path, known: Set[str], model_layout: ModelLayout, expected: Set[str]
 ) -> None:
-    numbers = [int(found[1]) + 1 for name in known if (found := _BLOCK_NUMBER.match(name))]
+    numbers = [int(match[1]) + 1 for name in known if (match := _BLOCK_NUMBER.match(name))]
     layers = max(numbers, default=0)
     if layers > model_layout.blocks and not model_layout.draft_head_tensors:
         raise InputError(
@@ -132,9 +132,9 @@ def _type_name(tensor: TensorPlan) -> str:
 
 
 def _file_names(tensors: Sequence[TensorPlan], named: Mapping[str, GgufName]) -> str:
-    return _first_names(list(dict.fromkeys(named[one.name].name for one in tensors)))
+    return _first_names(list(dict.fromkeys(named[tensor.name].name for tensor in tensors)))
 
 
-def _first_names(found: Sequence[str]) -> str:
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

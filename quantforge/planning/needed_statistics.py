@@ -110,9 +110,9 @@ class NeededStatistics:
         return observed
 
     def _if_quantized(
-        self, partial_plan: PartialPlan, wanted: frozenset[Statistic]
+        self, partial_plan: PartialPlan, statistics: frozenset[Statistic]
     ) -> frozenset[Statistic]:
-        """Return the ``wanted`` statistics if the plan quantizes anything, else none."""
+        """Return the ``statistics`` statistics if the plan quantizes anything, else none."""
         if self.recipe.scales == "reference":
             self._refuse_reference(partial_plan)
         if not any(t.action is Action.QUANTIZE or t.sparse for t in partial_plan.tensors):
@@ -127,12 +127,12 @@ class NeededStatistics:
                     "leave --imatrix out, or ask for fewer bits",
                 )
             return frozenset()  # nothing is quantized
-        if wanted and self.recipe.calibration.source == NO_DATA:
+        if statistics and self.recipe.calibration.source == NO_DATA:
             raise UsageError(
                 f"--method {self.recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
                 "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
             )
-        return wanted
+        return statistics
 
     def _for_ranges(
         self, model_layout: ModelLayout, partial_plan: PartialPlan
@@ -158,7 +158,7 @@ class NeededStatistics:
             )
         return needed
 
-    def _refuse_imatrix(self, wanted: frozenset[Statistic]) -> None:
+    def _refuse_imatrix(self, statistics: frozenset[Statistic]) -> None:
         """Refuse an importance file (mean squares of inputs) for all but the scale search of plain rounding."""
         method, scales = self.recipe.method, self.recipe.scales
         if source_transforms(method):
@@ -171,7 +171,7 @@ class NeededStatistics:
                 f"--imatrix: --scales {scales} takes them from the weights alone, importance is for a search",
                 "--scales search, or leave --imatrix out",
             )
-        if wanted:
+        if statistics:
             raise UsageError(
                 f"--imatrix: {' and '.join(self._words_without_rtn)} observes more of the inputs than the"
                 " mean squares that such a file holds",

@@ -128,7 +128,7 @@ def peak_bytes(model_layout: ModelLayout, tensors: tuple[TensorPlan, ...], run: 
             run, model_layout
         )
         outside_block += _routing_bytes(model_layout, run.rows * run.length)
-        held: float = _block_bytes(model_layout) + outside_block
+        resident: float = _block_bytes(model_layout) + outside_block
         hessians = _hessian_bytes(groups.values(), run)
         expert_hessians = Statistic.HESSIAN in run.needs or bool(run.method_words[:-1])
         expert_bytes = _expert_bytes(
@@ -136,9 +136,9 @@ def peak_bytes(model_layout: ModelLayout, tensors: tuple[TensorPlan, ...], run: 
         )
         phases += [
             _embedding_bytes(model_layout, model_layout.dimensions, run),
-            held + hessians + _activation_bytes(model_layout, model_layout.dimensions, run),
+            resident + hessians + _activation_bytes(model_layout, model_layout.dimensions, run),
             *(
-                held
+                resident
                 + hessians
                 + _search_workspace(group, model_layout, model_layout.dimensions, run)
                 for (block, _), group in groups.items()
@@ -148,14 +148,14 @@ def peak_bytes(model_layout: ModelLayout, tensors: tuple[TensorPlan, ...], run: 
                 (
                     outside_block
                     if block < 0
-                    else held + (expert_bytes if group[0].expert >= 0 else hessians)
+                    else resident + (expert_bytes if group[0].expert >= 0 else hessians)
                 )
                 + _rounding_workspace(group, run)
                 for (block, _), group in groups.items()
             ),
         ]
         if run.tune:
-            phases += _tuning_peaks(tensors, model_layout, run, held + expert_bytes)
+            phases += _tuning_peaks(tensors, model_layout, run, resident + expert_bytes)
     return OVERHEAD + int(max(phases))
 
 
@@ -375,12 +375,12 @@ def _expert_bytes(groups: Iterable[list[TensorPlan]], sizes: Dimensions, *, hess
 
 
 def _tuning_peaks(
-    tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes, held: float
+    tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes, resident: float
 ) -> tuple[float, float]:
     """Return the bytes of tuning in two phases: the forward passes of a block, and a learning step."""
     sizes = require_declarations(model_layout)[1]
     forward = (
-        held
+        resident
         + _block_bytes(model_layout) / FLOAT_BYTES
         + _activation_bytes(model_layout, sizes, run)
     )

@@ -136,23 +136,23 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         InputError: as `load_recipe`.
     """
     recipe = load_recipe(base)
-    given = {
+    requested = {
         key: value
         for key, value in options.items()
         if value is not None and not (isinstance(value, (list, tuple)) and not value)
     }
     for key in ("rules", "ignore"):
-        if not isinstance(given.get(key, []), (list, tuple)):
-            raise InputError(f"{key} = {given[key]!r}: a list is expected", 'e.g. ["lm_head"]')
-    if not isinstance(given.get("engine", ""), str):
-        raise InputError(f"engine = {given['engine']!r}: the name of one is expected")
-    if "engine" in given:
+        if not isinstance(requested.get(key, []), (list, tuple)):
+            raise InputError(f"{key} = {requested[key]!r}: a list is expected", 'e.g. ["lm_head"]')
+    if not isinstance(requested.get("engine", ""), str):
+        raise InputError(f"engine = {requested['engine']!r}: the name of one is expected")
+    if "engine" in requested:
         from quantforge.engines import with_engine_defaults
 
-        given = with_engine_defaults(given["engine"], given)
-    _check_values(given)
-    width_options = sorted({"bits", "scheme"} & given.keys())
-    if "type" in given and width_options:
+        requested = with_engine_defaults(requested["engine"], requested)
+    _check_values(requested)
+    width_options = sorted({"bits", "scheme"} & requested.keys())
+    if "type" in requested and width_options:
         raise UsageError(
             f"--type and --{width_options[0]} are both given",
             "give one: a type decides every tensor",
@@ -162,11 +162,11 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
             "--bits and --scheme are both given",
             "give one: --bits N takes the usual scheme of that width, --scheme names any",
         )
-    if "rules" in given:
-        given["rules"] = (*(_rule(text) for text in given["rules"]), *recipe.rules)
-    if "ignore" in given:
-        given["ignore"] = (*recipe.ignore, *given["ignore"])
-    tables = _group_by_table(given)
+    if "rules" in requested:
+        requested["rules"] = (*(_rule(text) for text in requested["rules"]), *recipe.rules)
+    if "ignore" in requested:
+        requested["ignore"] = (*recipe.ignore, *requested["ignore"])
+    tables = _group_by_table(requested)
     top_level = tables.pop("")
     try:
         nested = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
@@ -180,10 +180,10 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     return result
 
 
-def _group_by_table(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _group_by_table(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Group option values by table and field of a recipe; those outside of tables under the empty name."""
     tables: dict[str, dict[str, Any]] = {"": {}}
-    for name, value in given.items():
+    for name, value in options.items():
         table_name, _, field = place_of(name)[0].rpartition(".")
         tables.setdefault(table_name, {})[field] = value
     if "bits" in tables[""]:
@@ -196,16 +196,16 @@ def _group_by_table(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _check_values(given: Mapping[str, Any]) -> None:
+def _check_values(options: Mapping[str, Any]) -> None:
     """Raise `UnknownNameError` for option values that are unknown or not a scheme."""
-    for name, value in given.items():
+    for name, value in options.items():
         field = place_of(name)[0]
         known = VALUES.get(field, ())
         if known and isinstance(value, str) and value.lower() not in known:
             option = f"--{name.replace('_', '-')}"
             raise UnknownNameError(f"{option} {value}: unknown", value_hint(field, value))
-    schemes = [given.get(name) for name in ("scheme", "lm_head", "embedding")]
-    schemes += [_rule(text).scheme for text in given.get("rules", ())]
+    schemes = [options.get(name) for name in ("scheme", "lm_head", "embedding")]
+    schemes += [_rule(text).scheme for text in options.get("rules", ())]
     for text in schemes:
         if isinstance(text, str) and text != KEEP:
             try:

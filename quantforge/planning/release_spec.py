@@ -98,8 +98,8 @@ class QualityGates:
 
     def over(self, others: QualityGates) -> QualityGates:
         """Return these gates, completed by ``others`` where these set no limit."""
-        own = {name: value for name, value in asdict(self).items() if value is not None}
-        return replace(others, **own)
+        set_gates = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(others, **set_gates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,11 @@ class _ReleaseTables:
 def set_names() -> list[str]:
     """Return the names of all sets: the GGUF ladder, each engine with built-in recipes, and everything."""
     recipes = (load_recipe(name) for name in builtin_recipes())
-    return [GGUF_SET, *sorted({one.engine for one in recipes if one.engine}), ALL_SET]
+    return [
+        GGUF_SET,
+        *sorted({variant_recipe.engine for variant_recipe in recipes if variant_recipe.engine}),
+        ALL_SET,
+    ]
 
 
 def variants_of(name: str) -> dict[str, Mapping[str, str]]:
@@ -250,7 +254,7 @@ def parse_release(text: str, origin: str) -> ReleaseSpec:
     )
     _check_names(variants, origin)
     if not scoring.text:
-        unscored = {name: one.name for one in variants for name in one.gates.scored}
+        unscored = {name: variant.name for variant in variants for name in variant.gates.scored}
         if unscored or "evaluation" in data:
             names = ", ".join(unscored) or "[evaluation]"
             raise InputError(
@@ -270,10 +274,10 @@ def _variant_tables(file: _ReleaseTables, origin: str) -> list[Mapping[str, Any]
     stem = Path(file.model.partition("@")[0]).name.removesuffix(".gguf")
     for name in file.sets:
         try:
-            found = variants_of(name)
+            variants = variants_of(name)
         except InputError as error:
             raise InputError(f"{origin}: sets: {error.message}", error.hint) from error
-        rows += [{"name": f"{stem}-{one}", **choices} for one, choices in found.items()]
+        rows += [{"name": f"{stem}-{suffix}", **choices} for suffix, choices in variants.items()]
     rows += file.variant
     if not rows:
         raise InputError(f"{origin}: no variants", 'add [[variant]], or sets = ["gguf-ladder"]')
@@ -335,7 +339,7 @@ def _check_keys(table: Mapping[str, Any], origin: str) -> None:
 
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:
     """Refuse variant names that occur twice, ignoring case: some file systems do."""
-    counted = Counter(one.name.lower() for one in variants)
+    counted = Counter(variant.name.lower() for variant in variants)
     twice = sorted(name for name, times in counted.items() if times > 1)
     if twice:
         raise InputError(

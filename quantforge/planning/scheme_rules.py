@@ -281,11 +281,14 @@ class SchemeChooser(Generic[AnyScheme]):
         None if all of them can be quantized.
         """
         for other in self._joined_linears.get(tensor.shared_input, (tensor,)):
-            found = self._schemes.unquantized_fallback(other, chosen.scheme)
-            if found is not None:
-                beside = "" if other is tensor else f"{other.header.name}: "
+            fallback = self._schemes.unquantized_fallback(other, chosen.scheme)
+            if fallback is not None:
+                tensor_prefix = "" if other is tensor else f"{other.header.name}: "
                 share = math.prod(tensor.header.shape) / self._linear_weights
-                return replace(found, reason=f"{beside}{found.reason} ({share:.2%} of its linears)")
+                return replace(
+                    fallback,
+                    reason=f"{tensor_prefix}{fallback.reason} ({share:.2%} of its linears)",
+                )
         return None
 
     def choose_ignoring_shape(self, tensor: MatchedTensor) -> ChosenScheme[AnyScheme]:
@@ -294,11 +297,11 @@ class SchemeChooser(Generic[AnyScheme]):
 
     def _request(self, tensor: MatchedTensor) -> RequestedScheme | None:
         """Return what a rule requests for a tensor, else what ``--lm-head`` or ``--embedding`` does."""
-        wanted = self._outer_schemes.get(tensor.role, "")
-        if (ruled := self._rule_request(tensor)) is not None or not wanted:
+        requested = self._outer_schemes.get(tensor.role, "")
+        if (ruled := self._rule_request(tensor)) is not None or not requested:
             return ruled
-        scheme = None if wanted == KEEP else parse_layer(wanted)
-        return RequestedScheme(scheme, f"{_OPTIONS[tensor.role]} {wanted}")
+        scheme = None if requested == KEEP else parse_layer(requested)
+        return RequestedScheme(scheme, f"{_OPTIONS[tensor.role]} {requested}")
 
     def _scheme_for(
         self, tensor: MatchedTensor, choice: RequestedScheme | None
@@ -309,19 +312,19 @@ class SchemeChooser(Generic[AnyScheme]):
 
     def _rule_request(self, tensor: MatchedTensor) -> RequestedScheme | None:
         """Return what a rule requests for a tensor, or for a linear that engines join with it."""
-        found = {
+        choices = {
             other.header.name: choice
             for other in self._joined_linears.get(tensor.shared_input, (tensor,))
             if (choice := self._rules.first_match(other)) is not None
         }
-        if len({choice.scheme for choice in found.values()}) > 1:
+        if len({choice.scheme for choice in choices.values()}) > 1:
             raise InputError(
-                f"rules give different schemes to layers that engines load as one matrix: {', '.join(sorted(found))}",
+                f"rules give different schemes to layers that engines load as one matrix: {', '.join(sorted(choices))}",
                 "give q, k and v (gate and up) the same scheme",
             )
-        if not found or tensor.header.name in found:
-            return found.get(tensor.header.name)
-        name, choice = next(iter(found.items()))
+        if not choices or tensor.header.name in choices:
+            return choices.get(tensor.header.name)
+        name, choice = next(iter(choices.items()))
         return RequestedScheme(
             choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}"
         )

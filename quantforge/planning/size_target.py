@@ -204,13 +204,13 @@ def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeT
         UsageError: it is none of these, not above 0, or a type of cache is given without a context.
     """
     option = f"--target {text}"
-    found = _SIZE_PATTERN.fullmatch(text.strip())
-    number = float(found["number"]) if found else 0.0
-    if found is None or not 0 < number * _BYTE_UNITS.get(found["unit"].lower(), 1.0) <= _MAX_BYTES:
+    match = _SIZE_PATTERN.fullmatch(text.strip())
+    number = float(match["number"]) if match else 0.0
+    if match is None or not 0 < number * _BYTE_UNITS.get(match["unit"].lower(), 1.0) <= _MAX_BYTES:
         bare_number = re.fullmatch(r"[0-9]*\.?[0-9]+", text.strip())
         bits = text.strip() if bare_number and 0 < float(text) < _MAX_BITS else "4.5"
         raise UsageError(f"{option}: no size", f"e.g. {bits}bpw, {_OTHER_EXAMPLES}")
-    unit, context = found["unit"].lower(), found["context"]
+    unit, context = match["unit"].lower(), match["context"]
     if context is None:
         if cache is not None:
             raise UsageError(f"--cache {cache}: of how many tokens", "e.g. --target 24GB@32k")
@@ -221,7 +221,7 @@ def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeT
         raise UsageError(f"{option}: bits per weight have no context", "e.g. 24GB@32k")
     tokens = typed_quantities.tokens(context.strip(), f"{option}: context")
     try:
-        load = Load(tokens, int(found["sequences"] or 1), devices=devices)
+        load = Load(tokens, int(match["sequences"] or 1), devices=devices)
     except UsageError as error:
         raise UsageError(
             f"{option}: {error.message}", "e.g. 24GB@32k, or 24GB@8x32k for 8"

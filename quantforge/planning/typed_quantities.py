@@ -60,10 +60,10 @@ def price(text: str, option: str) -> float:
 
 
 def _parse_quantity(text: str, units: Mapping[str, float], option: str, expected: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z/]*)", text)
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z/]*)", text)
+    if match is None or match[2] not in units:
         raise UsageError(f"{option} {text}: not understood", expected)
-    value = float(found[1]) * units[found[2]]
+    value = float(match[1]) * units[match[2]]
     if not 0 < value <= _MAX_VALUE:
         raise UsageError(f"{option} {text}: out of range", expected)
     return value

@@ -75,10 +75,10 @@ def weight_traffic(plan: Plan, model_layout: ModelLayout) -> WeightTraffic:
         if len(tensor.shape) >= _MATRIX_RANK and (model_layout.tied or not is_embedding):
             counts[1] += math.prod(tensor.shape)
     share = expert_share(model_layout, tensors)
-    held = sum(tensor.output_bytes for tensor in tensors)
+    total_bytes = sum(tensor.output_bytes for tensor in tensors)
     inputs = {tensor.header.name: tensor.shared_input for tensor in model_layout.tensors}
     widest = _widest_activation(tensors, inputs, count, routed_to)
-    return WeightTraffic(held, dense[0], dense[1], routed[0], routed[1], share, widest)
+    return WeightTraffic(total_bytes, dense[0], dense[1], routed[0], routed[1], share, widest)
 
 
 def expert_share(model_layout: ModelLayout, tensors: Iterable[TensorPlan]) -> float:

@@ -279,7 +279,7 @@ def _unknown_method(word: str, text: str) -> UnknownNameError:
     if len(words) < 2 or not METHODS.keys() >= {*words}:
         hint = nearest_hint(word, METHODS, METHOD_ALIASES)
     else:
-        words.sort(key=lambda one: METHODS[one].kind == "rounder")
+        words.sort(key=lambda method_name: METHODS[method_name].kind == "rounder")
         hint = f"--method {'+'.join(words)}"
     return UnknownNameError(f"unknown method '{word}'{where}", hint)
 
@@ -314,10 +314,10 @@ def apply_source_transforms(source: Checkpoint, transforms: Iterable[str]) -> Ch
 def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     """Return the statistics that ``method`` needs; ``importance`` adds the mean squares for a scale search."""
     transforms, rounder = parse_method(method)
-    wanted = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
-    if importance and Statistic.HESSIAN not in wanted:
-        wanted |= {Statistic.SQUARES}
-    return wanted
+    needed = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
+    if importance and Statistic.HESSIAN not in needed:
+        needed |= {Statistic.SQUARES}
+    return needed
 
 
 def load_rounder(name: str) -> Rounder:

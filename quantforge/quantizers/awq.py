@@ -339,9 +339,9 @@ class OutputErrorEstimator:
             hessian = statistics.hessian
         if hessian is None:
             calls = block.capture_calls(shared.compared_module, rows)
-            wanted = {shared.key, *_single_linear_inputs(block, shared.compared_module)}
+            recorded_inputs = {shared.key, *_single_linear_inputs(block, shared.compared_module)}
             with _InputMoments(
-                block.module, wanted if statistics.hessian is None else set()
+                block.module, recorded_inputs if statistics.hessian is None else set()
             ) as seen:
                 outputs = [self._run(call) for call in calls]
             moments.update(seen.means())
@@ -357,8 +357,10 @@ class OutputErrorEstimator:
         if self._is_single_linear:
             return
         for name, weight in weights.items():
-            own = self._input_error(name, weight)
-            self.shares[name] = self._forward_error({name: weight}, 1) / own if own else 0.0
+            input_error = self._input_error(name, weight)
+            self.shares[name] = (
+                self._forward_error({name: weight}, 1) / input_error if input_error else 0.0
+            )
 
     def estimate(self, weights: Weights, steps: Mapping[str, int] | None = None) -> float:
         """Return the estimated squared error at the output: the sum over readers of share times own error.
@@ -453,10 +455,10 @@ class QuadraticForm:
 
     def __call__(self, error: Tensor) -> float:
         """Return the sum over the rows of ``error`` ``[out, in]``."""
-        found, start = 0.0, 0
+        form_sum, start = 0.0, 0
         for panel in self._panels:
-            left = error[:, start:].contiguous()
+            error_panel = error[:, start:].contiguous()
             width = panel.shape[1]
-            found += total(matmul(left, panel).mul_(left[:, :width]))
+            form_sum += total(matmul(error_panel, panel).mul_(error_panel[:, :width]))
             start += width
-        return 2 * found
+        return 2 * form_sum

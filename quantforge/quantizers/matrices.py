@@ -122,10 +122,10 @@ def _dominated_group_events(
     groups = weight.view(len(weight), -1, size)
     least, most = groups.amin(-1), groups.amax(-1)  # aminmax takes five times as long
     norms = torch.linalg.vector_norm(groups, dim=-1)
-    found = torch.maximum(most, -least) > norms * min(
+    is_dominated = torch.maximum(most, -least) > norms * min(
         DOMINANCE_RATIO / size**0.5, MAX_DOMINANCE_SHARE
     )
-    groups, values = groups[found], decoded.view(len(weight), -1, size)[found]
+    groups, values = groups[is_dominated], decoded.view(len(weight), -1, size)[is_dominated]
     others = torch.ones_like(groups).scatter_(1, groups.abs().argmax(1, keepdim=True), 0)
     groups, errors = groups * others, (values - groups) * others
     lost = errors.square().sum(1) > LOST_SIGNAL_SHARE * groups.square().sum(1)

@@ -56,8 +56,8 @@ def prepare(source: Checkpoint) -> Checkpoint:
     )
     rotated = partial(RotatedTensorReader, rotation=rotation, offset=offset, last=LastTensorCache())
     computed: dict[str, ComputeRows] = {
-        stored[name]: rotated(stored[name], place.axis, stored.get(place.norm, ""))
-        for name, place in stream.axes.items()
+        stored[name]: rotated(stored[name], rotated_axis.axis, stored.get(rotated_axis.norm, ""))
+        for name, rotated_axis in stream.axes.items()
     }
     computed |= {stored[norm]: ConstantGainReader(1.0 - offset) for norm in stream.norms}
     description = (

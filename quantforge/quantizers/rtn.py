@@ -47,11 +47,11 @@ def round_matrices(
     Raises:
         InputError: a weight is not finite, or its scale is outside the range of its stored type.
     """
-    found = quantize_matrices(weights, statistics.importance, schemes, rounding.scales)
+    quantized = quantize_matrices(weights, statistics.importance, schemes, rounding.scales)
     importance = error_importance(statistics, rounding)
     return {
         name: _with_error(name, weights[name].detach().float(), importance, tensor)
-        for name, tensor in found.items()
+        for name, tensor in quantized.items()
     }
 
 
@@ -83,7 +83,7 @@ def quantize_matrices(
     floor = None if importance is None else floor_importance(importance)
     search = scales == "search"
     schemes = {name: scheme.with_scale(ScaleType.F16) for name, scheme in schemes.items()}
-    found = {}
+    quantized = {}
     for members in group_joint_matrices(schemes):
         matrices = {name: to_finite_float32(name, weights[name]) for name in members}
         names, scheme = ", ".join(members), schemes[members[0]]
@@ -96,8 +96,8 @@ def quantize_matrices(
             stop = rows.stop
             mine = parameters if len(members) == 1 else slice_parameters(parameters, rows)
             codes = encode_with_importance(weight, mine, scheme, floor)
-            found[name] = QuantizedTensor(codes, mine, scheme)
-    return {name: found[name] for name in weights}
+            quantized[name] = QuantizedTensor(codes, mine, scheme)
+    return {name: quantized[name] for name in weights}
 
 
 def group_joint_matrices(schemes: Mapping[str, Scheme]) -> list[list[str]]:

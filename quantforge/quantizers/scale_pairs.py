@@ -95,8 +95,10 @@ def needs_powers_of_two(
 ) -> bool:
     """Return whether any unquantized tensor except a norm's weight must store its product with the factors."""
     ones = block.weight(shared.key).new_ones(block.weight(shared.key).shape[1])
-    kept = sum(1 for _ in _unquantized_after_fold(block, shared, quantized, ones))
-    return kept > (shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS)
+    num_unquantized = sum(1 for _ in _unquantized_after_fold(block, shared, quantized, ones))
+    return num_unquantized > (
+        shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS
+    )
 
 
 def _unquantized_after_fold(

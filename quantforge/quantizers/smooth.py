@@ -78,15 +78,15 @@ def apply(
             continue
         schemes = {name: layers[name].weight for name in readers}
         pair = _StrengthSearch(block, shared, schemes, layers[readers[0]].input)
-        found = pair.search(statistics[shared.key], rounding.awq.search_samples)
-        if found.strength is not None:
-            skipped = fold_if_storable(block, shared, layers, found.scale)
+        best = pair.search(statistics[shared.key], rounding.awq.search_samples)
+        if best.strength is not None:
+            skipped = fold_if_storable(block, shared, layers, best.scale)
             if skipped:
                 events.append(skipped)
                 continue
-            changed[shared.key] = rescale_statistics(changed[shared.key], found.scale)
-        strength = -1.0 if found.strength is None else found.strength
-        figures[shared.key] = {"strength": strength, "error": found.error}
+            changed[shared.key] = rescale_statistics(changed[shared.key], best.scale)
+        strength = -1.0 if best.strength is None else best.strength
+        figures[shared.key] = {"strength": strength, "error": best.error}
     return TransformResult(changed, tuple(events), figures)
 
 
@@ -109,15 +109,18 @@ class _StrengthSearch:
         """Return the best strength with its factors; the strength is None if no change is best."""
         assert statistics.peaks is not None
         x = self._inputs(rows)
-        wanted = {name: matmul(x, weight.T) for name, weight in self._weights.items()}
-        sizes = {name: total(output.square()) or 1.0 for name, output in wanted.items()}
+        reference_outputs = {name: matmul(x, weight.T) for name, weight in self._weights.items()}
+        sizes = {name: total(output.square()) or 1.0 for name, output in reference_outputs.items()}
 
         def error(scale: Tensor) -> float:
             peak = float((statistics.peaks / scale).max()) if statistics.peaks is not None else 0.0
             seen = self._quantize_input(x / scale, peak)
-            outputs = {name: matmul(seen, self._rounded(name, scale).T) for name in wanted}
+            outputs = {
+                name: matmul(seen, self._rounded(name, scale).T) for name in reference_outputs
+            }
             return sum(
-                total((outputs[name] - wanted[name]).square()) / sizes[name] for name in wanted
+                total((outputs[name] - reference_outputs[name]).square()) / sizes[name]
+                for name in reference_outputs
             )
 
         peaks = _floored_log2(self._max_tied(statistics.peaks))
@@ -129,8 +132,8 @@ class _StrengthSearch:
             strength = step / GRID_POINTS
             logs = strength * peaks - (1 - strength) * columns
             scale = storable_factors(self._block, self._shared, logs, self._powers)
-            if (found := error(scale)) < best.error:
-                best = _StrengthCandidate(strength, scale, found)
+            if (candidate_error := error(scale)) < best.error:
+                best = _StrengthCandidate(strength, scale, candidate_error)
         return _StrengthCandidate(best.strength, best.scale, best.error / first if first else 1.0)
 
     def _inputs(self, rows: int) -> Tensor:

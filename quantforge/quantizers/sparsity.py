@@ -71,12 +71,12 @@ def sparsify(
         why = "no damping makes the Hessian positive definite" if seen else "no activation was seen"
         events = (Event("rtn-fallback", names, why),)
         scale = hessian.diagonal().sqrt()
-    found = {}
+    sparse_weights = {}
     for name, weight in matrices.items():
         scores = weight.abs() if scale is None else weight.abs() * scale
         zeroed = _lowest_scores(scores, sparsity, sparsity.zeros(weight.shape[1]))
-        found[name] = weight.masked_fill(zeroed, 0.0)
-    return found, events
+        sparse_weights[name] = weight.masked_fill(zeroed, 0.0)
+    return sparse_weights, events
 
 
 def sparsity_figures(before: Tensor, after: Tensor, statistics: Statistics) -> dict[str, float]:
@@ -84,15 +84,15 @@ def sparsity_figures(before: Tensor, after: Tensor, statistics: Statistics) -> d
 
     Independent of the number of threads.
     """
-    found = {"sparsity": int((after == 0).sum()) / after.numel()}
+    figures = {"sparsity": int((after == 0).sum()) / after.numel()}
     change = after - before
     if statistics.hessian is not None:
         lost, whole = (total(matmul(m, statistics.hessian) * m) for m in (change, before))
     elif statistics.squares is not None:
         lost, whole = (total(m.square() * statistics.squares) for m in (change, before))
     else:
-        return found
-    return found | {"error": lost / whole if whole else 0.0}
+        return figures
+    return figures | {"error": lost / whole if whole else 0.0}
 
 
 def _lowest_scores(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:
@@ -150,5 +150,5 @@ def _targets(
 ) -> Tensor:
     """Return targets of columns in the panel at ``start``, given ``panel_targets`` after the preceding panels."""
     moved = matmul(error[:, start:first], root[start:first, first:last])
-    own = panel_targets[:, first - start : last - start]
-    return own + moved / root.diagonal()[first:last]
+    strip_targets = panel_targets[:, first - start : last - start]
+    return strip_targets + moved / root.diagonal()[first:last]

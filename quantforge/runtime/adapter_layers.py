@@ -51,7 +51,7 @@ def add_adapter(loaded: Loaded, adapter: Adapter) -> Loaded:
     added = 0
     for module, change in adapter.changes.items():
         linear = _find_linear(loaded.model, module, change, adapter.path)
-        a, b = (_load_factor(one, loaded) for one in (change.a, change.b))
+        a, b = (_load_factor(entry, loaded) for entry in (change.a, change.b))
         linear.register_forward_hook(_LowRankHook(a, b, change.scaling))
         added += change.a.nbytes + change.b.nbytes
     ranks = "/".join(map(str, sorted({change.a.shape[0] for change in adapter.changes.values()})))
@@ -84,9 +84,9 @@ def _find_linear(model: nn.Module, name: str, change: LowRankUpdate, path: Path)
     if type(module).__name__ == "Conv1D":  # [in, out]
         shape = shape[::-1]
     if module is None or shape != change.shape:
-        found = f"has {list(shape)}" if shape else "has no such linear"
+        shape_text = f"has {list(shape)}" if shape else "has no such linear"
         raise InputError(
-            f"{path}: the adapter changes {name} {list(change.shape)}, the model {found}",
+            f"{path}: the adapter changes {name} {list(change.shape)}, the model {shape_text}",
             "the adapter is of another model",
         )
     return module

@@ -130,7 +130,7 @@ class _Search:
         sums = logits.log_softmax(-1) + beam_sums[:, None]
         best = sums.flatten().topk(count)
         candidates = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        return [(score, *divmod(place, vocabulary)) for score, place in candidates]
+        return [(score, *divmod(flat_index, vocabulary)) for score, flat_index in candidates]
 
     @property
     def _has_all_finished(self) -> bool:

@@ -328,9 +328,9 @@ class PagedCache(CacheRows):
 
     def truncate_sequence(self, sequence: int, tokens: int) -> None:
         """Truncate a sequence to its first ``tokens`` tokens and free the pages after them."""
-        pages, kept = self._pages_of[sequence], -(-tokens // PAGE_SIZE)
+        pages, needed_pages = self._pages_of[sequence], -(-tokens // PAGE_SIZE)
         assert tokens <= self._counts[sequence]
-        while len(pages) > kept:
+        while len(pages) > needed_pages:
             self._free_pages.append(pages.pop())
         self.advance(sequence, tokens - self._counts[sequence])
 

@@ -226,7 +226,7 @@ class Decoder:
     def prepare_inputs(self, ids: Tensor, cache: CacheRows) -> BlockInputs:
         """Return the inputs of the blocks (embeddings, cache slots, rotary angles); advance the cache ``lengths``."""
         tokens = ids.shape[1]
-        slots = {key: places.flatten() for key, places in cache.slots(tokens).items()}
+        slots = {key: slot_indices.flatten() for key, slot_indices in cache.slots(tokens).items()}
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)
         angles = self._angles(positions.flatten(), cache)
         cache.lengths += tokens

@@ -167,7 +167,7 @@ class BeamOptions:
     def __post_init__(self) -> None:
         for name, values in BEAM_RANGES.items():
             values.check(name, getattr(self, name))
-        if not any(self.early_stopping is one for one in (False, True)) and (
+        if not any(self.early_stopping is boolean for boolean in (False, True)) and (
             self.early_stopping != "never"
         ):
             raise UsageError(

@@ -118,11 +118,11 @@ def _expert_matrices(mapping: WeightMapping) -> dict[str, list[str]]:
 def _try_packed(
     module: nn.Module, mapping: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> PackedExperts | None:
-    places = {item: mapping.expert_places[item] for item in stored}
-    stacks = list(dict.fromkeys(place.stack for place in places.values()))
+    stack_slices = {item: mapping.expert_places[item] for item in stored}
+    stacks = list(dict.fromkeys(stack_slice.stack for stack_slice in stack_slices.values()))
     by_place = {
-        (place.stack.linears[place.linear_index], place.expert): item
-        for item, place in places.items()
+        (stack_slice.stack.linears[stack_slice.linear_index], stack_slice.expert): item
+        for item, stack_slice in stack_slices.items()
     }
 
     def weight(linear: str, expert: int) -> QuantizedTensor | Tensor:
@@ -471,8 +471,8 @@ class PackedStack(PackedWeights):
     @property
     def weights(self) -> int:
         """Return the number of weights of all experts."""
-        each = self.problem.matrix_spec
-        return self.problem.num_matrices * each.out_features * each.in_features
+        matrix_spec = self.problem.matrix_spec
+        return self.problem.num_matrices * matrix_spec.out_features * matrix_spec.in_features
 
     def round_inputs(self, bits: int) -> bool:
         """Switch to a kernel that rounds activations, if one exists for the layout or replaces the fallback kernel."""
@@ -485,9 +485,14 @@ class PackedStack(PackedWeights):
         if chosen.base_kernel.prepare is not self.chosen.base_kernel.prepare:
             if self.chosen.base_kernel is not fallback.KERNEL:
                 return False
-            each = (grouped.select_matrix(packed, number) for number in range(problem.num_matrices))
+            packed_matrices = (
+                grouped.select_matrix(packed, number) for number in range(problem.num_matrices)
+            )
             packed = grouped.prepare_stacked(
-                (fallback.unpack_weight(one, self.problem.matrix_spec) for one in each),
+                (
+                    fallback.unpack_weight(packed_matrix, self.problem.matrix_spec)
+                    for packed_matrix in packed_matrices
+                ),
                 problem,
                 chosen,
             )

@@ -99,7 +99,9 @@ def _shard_of_parameter(
         if _HEAD_DIMENSIONS & {*item.shape[:1]}:  # a row for each
             return WeightShard(module, share, (share.slice_of(sizes.size(item.shape[0]), module),))
         return None
-    shape = next(one.shape for one in kind.parameters if one.name == f"{owner}.weight")
+    shape = next(
+        parameter.shape for parameter in kind.parameters if parameter.name == f"{owner}.weight"
+    )
     attention = owner.startswith(f"{graph.attention_module}.")
     if owner == f"{graph.attention_module}.{graph.output_proj}" or (
         not attention and shape[0] == "hidden"
@@ -119,18 +121,18 @@ def _shard_of_parameter(
     return WeightShard(module, share, tuple(rows))
 
 
-def _check_input(shard: WeightShard, taken: Activation) -> None:
+def _check_input(shard: WeightShard, activation: Activation) -> None:
     """Check that rounding of the inputs does not depend on columns that other processes hold."""
-    if taken.threshold is not None:
+    if activation.threshold is not None:
         raise _cannot_split(
             f"{shard.module}: columns of its input that are kept in 16 bits are not split"
         )
-    if shard.columns is None or not taken.dynamic:
+    if shard.columns is None or not activation.dynamic:
         return
-    run = taken.granularity.removeprefix("g")
+    run = activation.granularity.removeprefix("g")
     if not run.isdecimal() or shard.columns.start % int(run):
         raise _cannot_split(
-            f"{shard.module}: inputs are rounded by the range of a whole {taken.granularity}"
+            f"{shard.module}: inputs are rounded by the range of a whole {activation.granularity}"
         )
 
 

@@ -151,4 +151,4 @@ def _all_reduce(part: Tensor) -> Tensor:
     """Sum the tensors of all processes in rank order, so that the result has the same bits in each."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
-    return reduce(torch.add, (one.float() for one in parts)).to(part.dtype)
+    return reduce(torch.add, (partial_sum.float() for partial_sum in parts)).to(part.dtype)

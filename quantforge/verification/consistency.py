@@ -136,10 +136,10 @@ def _conflicting_descriptions(side_files: SideFiles) -> Iterator[tuple[str, str]
     for name, copy in copies.items():
         inner = copy.get("quantization_config", copy) if isinstance(copy, Mapping) else description
         if description and (change := next(iterate_changes(inner, description), None)):
-            place, value = shorten(".".join((name, *change.path))), format_value(change.value)
+            location, value = shorten(".".join((name, *change.path))), format_value(change.value)
             yield (
                 CONFIG_FILE,
-                f"{place} = {value}, quantization_config has {format_value(change.source_value)}",
+                f"{location} = {value}, quantization_config has {format_value(change.source_value)}",
             )
 
 
@@ -203,12 +203,15 @@ def _doubtful_group_settings(artifact: Artifact, quantization: Mapping[str, Any]
         yield f"quantization_status = {format_value(status)}: loaders expect weights that are not packed"
     modules = [name for module in artifact.layouts for name in name_variants(module, config)]
     for name, group_settings in groups.items():
-        group, place = parse_group(group_settings, quantization), f"config_groups.{shorten(name)}"
+        group, location = (
+            parse_group(group_settings, quantization),
+            f"config_groups.{shorten(name)}",
+        )
         if not any(group.match_rank(module) is not None for module in modules):
-            yield f"{place}.targets = {format_value(group_settings.get('targets'))} name no quantized layer"
+            yield f"{location}.targets = {format_value(group_settings.get('targets'))} name no quantized layer"
         for key in group_settings.keys() - _GROUP_KEYS:
             if group_settings[key] is not None:
-                yield f"{place}.{shorten(key)} = {format_value(group_settings[key])}: loaders refuse or ignore it"
+                yield f"{location}.{shorten(key)} = {format_value(group_settings[key])}: loaders refuse or ignore it"
         for key, expected in (
             ("weights", weight_arguments(group.layer.weight)),
             ("input_activations", input_arguments(group.layer.input) or {}),
@@ -219,8 +222,8 @@ def _doubtful_group_settings(artifact: Artifact, quantization: Mapping[str, Any]
             )
             if arguments.get("scale_dtype") is None:  # it follows from the format
                 expected_arguments.pop("scale_dtype", None)
-            for change in iterate_changes(arguments, expected_arguments, (place, key)):
-                text = f"{place}.{key}.{shorten(change.path[-1])} = {format_value(change.value)}"
+            for change in iterate_changes(arguments, expected_arguments, (location, key)):
+                text = f"{location}.{key}.{shorten(change.path[-1])} = {format_value(change.value)}"
                 yield f"{text}, the tensors and the rest of config.json ask for {format_value(change.source_value)}"
 
 
@@ -228,22 +231,24 @@ def _normalized_arguments(arguments: Any) -> dict[str, Any]:
     """Return arguments with the defaults of compressed-tensors, without those that have no influence."""
     if not isinstance(arguments, Mapping) or not arguments:
         return {}
-    given = {
+    normalized = {
         key: value
         for key, value in arguments.items()
         if value is not None and key not in _IGNORED_ARGUMENTS
     }
-    if given.get("actorder") in _KNOWN_ACT_ORDERS:
-        given.pop("actorder", None)
-    size = given.get("group_size", -1)
-    strategy = "group" if size != -1 else "channel" if "group_size" in given else "tensor"
-    return {**_DEFAULT_ARGUMENTS, "strategy": strategy, **given, "group_size": size}
+    if normalized.get("actorder") in _KNOWN_ACT_ORDERS:
+        normalized.pop("actorder", None)
+    size = normalized.get("group_size", -1)
+    strategy = "group" if size != -1 else "channel" if "group_size" in normalized else "tensor"
+    return {**_DEFAULT_ARGUMENTS, "strategy": strategy, **normalized, "group_size": size}
 
 
 def _doubtful_flags(artifact: Artifact, quantization: Mapping[str, Any]) -> Iterator[str]:
     """Yield flags of GPTQ and AWQ files that all tensors contradict: act-order and zero points."""
     checkpoint, layouts = artifact.checkpoint, artifact.layouts.values()
-    grouped = [one.module for one in layouts if one.scheme.weight.groups(one.shape[1]) > 1]
+    grouped = [
+        layout.module for layout in layouts if layout.scheme.weight.groups(layout.shape[1]) > 1
+    ]
     meta = quantization.get("meta")
     static = quantization.get("static_groups") or (
         isinstance(meta, Mapping) and meta.get("static_groups")
@@ -252,9 +257,10 @@ def _doubtful_flags(artifact: Artifact, quantization: Mapping[str, Any]) -> Iter
         names = (f"{module}.g_idx" for module in grouped if f"{module}.g_idx" in checkpoint.entries)
         if all(bool((checkpoint.read(name).diff() >= 0).all()) for name in names):
             yield "desc_act = true, but the columns of every layer are in order"
-    asymmetric = [one for one in layouts if not one.scheme.weight.symmetric]
+    asymmetric = [layout for layout in layouts if not layout.scheme.weight.symmetric]
     zeros = (
-        (artifact.unpack(one).parameters["zeros"], one.scheme.weight.bits) for one in asymmetric
+        (artifact.unpack(layout).parameters["zeros"], layout.scheme.weight.bits)
+        for layout in asymmetric
     )
     if asymmetric and all(bool((zero == 1 << (bits - 1)).all()) for zero, bits in zeros):
         flag = "sym" if quantization["quant_method"] == "gptq" else "zero_point"

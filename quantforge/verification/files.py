@@ -164,7 +164,7 @@ def check_source(
         )
         made_checks = {*FILE_CHECKS, "source"}
         report.skip(
-            "result and source are swapped", *(one for one in CHECKS if one not in made_checks)
+            "result and source are swapped", *(name for name in CHECKS if name not in made_checks)
         )
         return SourceMatch.SWAPPED
     if not recorded:
@@ -174,7 +174,7 @@ def check_source(
         return SourceMatch.COMPARABLE
     origin = f"by its manifest, it was made from {' or '.join(map(str, recorded))}"
     if split_record := next(
-        (one for one in recorded if _split_differently(source_checkpoint, one)), None
+        (name for name in recorded if _split_differently(source_checkpoint, name)), None
     ):
         report.warn(
             "source",

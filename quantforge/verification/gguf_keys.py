@@ -208,10 +208,11 @@ def _merge_order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
     return sorted(numbers, key=numbers.__getitem__, reverse=True)
 
 
-def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -> None:
+def _check_frequencies(report: Report, file: GgufFile, parameters: HyperParameters) -> None:
     """Check that the file has exactly the tables of rotary frequencies that the configuration requires."""
     expected = {
-        tensor.name: memoryview(tensor.fixed or b"").cast("f").tolist() for tensor in found.computed
+        tensor.name: memoryview(tensor.fixed or b"").cast("f").tolist()
+        for tensor in parameters.computed
     }
     stored = {
         name: read_tensor(tensor.raw()).float().flatten().tolist()

@@ -340,8 +340,8 @@ def unusual_errors(
         yield f"column {column}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
 
 
-def _more_suffix(places: Tensor) -> str:
-    count = int(places.sum()) - 1
+def _more_suffix(is_different: Tensor) -> str:
+    count = int(is_different.sum()) - 1
     return f", and {count} more" if count else ""
 
 

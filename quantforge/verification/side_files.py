@@ -252,7 +252,9 @@ def template_changes(artifact_files: SideFiles, source_files: SideFiles) -> Iter
         for name in {**templates, **source_templates} if not layout else templates:
             file, text = templates.get(name, ("", ABSENT))
             accepted = [
-                one[name] for one in (source_templates, used_by_transformers) if name in one
+                template_set[name]
+                for template_set in (source_templates, used_by_transformers)
+                if name in template_set
             ] or [("", ABSENT)]
             if name not in reported and text not in [expected for _, expected in accepted]:
                 reported.add(name)
@@ -423,7 +425,9 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    large, source_large = ({*_LARGE_NUMBER.findall(json.dumps(one))} for one in (config, source))
+    large, source_large = (
+        {*_LARGE_NUMBER.findall(json.dumps(document))} for document in (config, source)
+    )
     if large - source_large:
         return {}
     model_type = config.get("model_type")

@@ -300,8 +300,8 @@ class TensorChecks:
         """Return whether two linears of the source are similar, as in copied blocks, so that codes may be equal."""
         names = {t.header.name: t.name for t in self._artifact.model_layout.tensors}
         first, second = (
-            self._source.weight(names.get(f"{one}.weight", "")) if self._source else None
-            for one in (module, other)
+            self._source.weight(names.get(f"{module_name}.weight", "")) if self._source else None
+            for module_name in (module, other)
         )
         if first is None or second is None or first.shape != second.shape:
             return False
@@ -608,9 +608,9 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
         constant = (codes.amin(dim) == codes.amax(dim)) & (
             value.abs().amax(dim) > 0.1 * mean_magnitude
         )
-        if places := constant.nonzero().flatten().tolist():
-            more = f", and {len(places) - 1} more" if len(places) > 1 else ""
-            yield "group-error", f"{what} {places[0]} has the same code everywhere{more}"
+        if constant_groups := constant.nonzero().flatten().tolist():
+            more = f", and {len(constant_groups) - 1} more" if len(constant_groups) > 1 else ""
+            yield "group-error", f"{what} {constant_groups[0]} has the same code everywhere{more}"
 
 
 def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:
@@ -652,7 +652,9 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
     if len(others) < 3:
         return 0.0
     offset = _gain_difference(gains, index)
-    usual_offset = max(abs(_gain_difference(others, place)) for place in range(len(others)))
+    usual_offset = max(
+        abs(_gain_difference(others, group_index)) for group_index in range(len(others))
+    )
     return (
         offset
         if abs(abs(offset) - 1) < OFF_BY_ONE_TOLERANCE and usual_offset < OFF_BY_ONE_TOLERANCE
@@ -679,11 +681,11 @@ def _describe_rearrangement(value: Tensor, target: Tensor) -> str | None:
         return "the matrix is transposed"
     for kind, matrix, source in (("rows", value, target), ("columns", value.T, target.T)):
         directions, source_directions = _unit_rows(matrix[:512]), _unit_rows(source)
-        best, place = (directions @ source_directions.T).max(1)
+        best, best_row = (directions @ source_directions.T).max(1)
         moved = (best > MIN_MATCH_COSINE) & (
             (directions * source_directions[: len(directions)]).sum(1) < MIN_MATCH_COSINE
         )
-        share, distinct = float(moved.float().mean()), len(torch.unique(place[moved]))
+        share, distinct = float(moved.float().mean()), len(torch.unique(best_row[moved]))
         if share > 0.25 and distinct > 0.9 * int(moved.sum()):
             return f"the {kind} are in another order: {share:.0%} of them are another one of the source's"
     return None

@@ -48,10 +48,10 @@ def build_add_rms_norm(
     e = Emitter(module, "norm", lanes)
     builder = e.builder
     x, residual, weight, out, hidden = (
-        e.load_address(place) for place in range(ARG_X, ARG_VECTORS)
+        e.load_address(argument) for argument in range(ARG_X, ARG_VECTORS)
     )
     vectors, heads_per_token, token_stride = (
-        e.load_word(place) for place in (ARG_VECTORS, ARG_HEADS_PER_TOKEN, ARG_TOKEN_STRIDE)
+        e.load_word(argument) for argument in (ARG_VECTORS, ARG_HEADS_PER_TOKEN, ARG_TOKEN_STRIDE)
     )
     with e.loop(e.first, e.last) as (row, _):
         start = builder.mul(row, vectors)
@@ -113,7 +113,9 @@ def build_gate(dtype: torch.dtype, tanh: bool, lanes: int, parallel: bool) -> ir
     module = ir.Module()
     e = Emitter(module, "gate", lanes)
     builder = e.builder
-    gate_rows, up_rows, out = (e.load_address(place) for place in range(ARG_GATE, ARG_GATE_STRIDE))
+    gate_rows, up_rows, out = (
+        e.load_address(argument) for argument in range(ARG_GATE, ARG_GATE_STRIDE)
+    )
     strides = [e.load_word(ARG_GATE_STRIDE), e.load_word(ARG_UP_STRIDE)]
     vectors = e.load_word(ARG_GATE_VECTORS)
     with e.loop(e.first, e.last) as (row, _):
@@ -140,9 +142,11 @@ def build_rotary(dtype: torch.dtype, lanes: int, parallel: bool) -> ir.Module:
     module = ir.Module()
     e = Emitter(module, "rotate", lanes)
     builder = e.builder
-    heads, cosines, sines, out = (e.load_address(place) for place in range(ARG_HEADS, ARG_STRIDE))
+    heads, cosines, sines, out = (
+        e.load_address(argument) for argument in range(ARG_HEADS, ARG_STRIDE)
+    )
     stride, head_count, half_vectors = (
-        e.load_word(place) for place in (ARG_STRIDE, ARG_HEAD_COUNT, ARG_HALF_VECTORS)
+        e.load_word(argument) for argument in (ARG_STRIDE, ARG_HEAD_COUNT, ARG_HALF_VECTORS)
     )
     with e.loop(e.first, e.last) as (token, _):
         base = builder.gep(heads, [builder.mul(token, stride)])

@@ -23,18 +23,18 @@ def add_rms_norm_kernel(
     k = tl.arange(0, BLOCK)
     mask = k < columns
     row = tl.program_id(0).to(tl.int64)
-    place = row * columns + k
+    offsets = row * columns + k
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + row // heads * stride + row % heads * columns + k, mask=mask, other=0.0)
     value = x.to(tl.float32)
     if ADD:
-        value += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        value += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(kind)
-        tl.store(sum_ptr + place, rounded, mask=mask)
+        tl.store(sum_ptr + offsets, rounded, mask=mask)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / columns + epsilon)
     weight = tl.load(weight_ptr + k, mask=mask, other=0.0).to(tl.float32) + OFFSET
-    tl.store(out_ptr + place, (value * scale * weight).to(kind), mask=mask)
+    tl.store(out_ptr + offsets, (value * scale * weight).to(kind), mask=mask)
 
 
 @triton.jit
@@ -45,15 +45,15 @@ def rotary_kernel(
     k = tl.arange(0, BLOCK)
     mask = k < HALF
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = (token * heads + head) * (2 * HALF) + k
+    offsets = (token * heads + head) * (2 * HALF) + k
     x_ptr += token * stride + head * (2 * HALF) + k
     cosine = tl.load(cosine_ptr + token * HALF + k, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sine_ptr + token * HALF + k, mask=mask, other=0.0).to(tl.float32)
     first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + place, (first * cosine - second * sine).to(kind), mask=mask)
-    tl.store(out_ptr + place + HALF, (second * cosine + first * sine).to(kind), mask=mask)
+    tl.store(out_ptr + offsets, (first * cosine - second * sine).to(kind), mask=mask)
+    tl.store(out_ptr + offsets + HALF, (second * cosine + first * sine).to(kind), mask=mask)
 
 
 @triton.jit

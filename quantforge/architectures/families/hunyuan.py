@@ -39,7 +39,7 @@ def scaled_rope_base(config: Mapping[str, Any]) -> float | None:
         return None
     width = read_dimensions(config).head
     values = (scaling.get("rope_theta", config.get("rope_theta", 1e4)), scaling["alpha"])
-    if width < 4 or not all(type(one) in {int, float} and 0 < one < 1e30 for one in values):
+    if width < 4 or not all(type(value) in {int, float} and 0 < value < 1e30 for value in values):
         raise InputError(
             f"base and alpha of the rope scaling are {values}",
             "two positive numbers",

@@ -346,26 +346,26 @@ def find_layouts(
         InputError: another format of the family, a module without a group or without scales, headers that
         disagree with the group, or weights that mean something only together with a transform of their inputs.
     """
-    found = quantization_config(config)
-    if transform := found.get("transform_config"):
+    quantization = quantization_config(config)
+    if transform := quantization.get("transform_config"):
         raise InputError(
             f"transform_config {str(transform)[:60]}: the inputs of its weights are transformed as well",
             "quantize the model that this one was made from",
             subject="config.json",
         )
-    groups = found.get("config_groups")
+    groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping):
         raise InputError(
             "compressed-tensors without config_groups", DAMAGED_HINT, subject="config.json"
         )
-    said = [parse_group(group, found) for group in groups.values()]
+    parsed_groups = [parse_group(group, quantization) for group in groups.values()]
     require_scales(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
     names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
     family = architecture_of(config)
     result = []
     for name in dict.fromkeys(names):
-        chosen = group_of_module(name, said)
+        chosen = group_of_module(name, parsed_groups)
         packed = f"{name}{linears.PACKED_SUFFIX}" in tensors
         if (
             packed != (chosen.kind not in UNPACKED_FORMATS)

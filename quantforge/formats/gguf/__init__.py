@@ -194,14 +194,14 @@ def find_layouts(
 ) -> Sequence[ModuleLayout]:
     """Return the modules stored in blocks, as listed in the configuration that `source` makes."""
     grids: Mapping[str, str] = config[f"{KEY}_types"]
-    found = []
+    layouts = []
     for name, grid in grids.items():
         rows, row_bytes = tensors[name].shape
         block = GGML_BLOCKS[grid]
         columns = row_bytes // block.block_bytes * block.columns
         scheme = LayerScheme(parse(grid))
-        found.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))
-    return found
+        layouts.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))
+    return layouts
 
 
 # Order of rows

@@ -180,7 +180,7 @@ def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
 def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> FilePlan:
     """Compute the offsets of all parts of one file."""
     header = header_bytes(metadata, tensors)
-    fixed, places = [(0, header)], []
+    fixed, tensor_offsets = [(0, header)], []
     offset = len(header)
     for tensor in tensors:
         if tensor.fixed is not None:
@@ -188,10 +188,10 @@ def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> F
         else:
             start = offset
             for piece in tensor.outputs():
-                places.append((piece, start))
+                tensor_offsets.append((piece, start))
                 start += piece.nbytes
         offset += round_up_to_alignment(tensor.nbytes)
-    return FilePlan(name, offset, tuple(fixed), tuple(places))
+    return FilePlan(name, offset, tuple(fixed), tuple(tensor_offsets))
 
 
 def round_up_to_alignment(size: int, alignment: int = ALIGNMENT) -> int:

@@ -141,16 +141,16 @@ def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tup
     for name, named in _map_names(family, blocks, dict.fromkeys(canonical)):
         if named is not None:
             names.setdefault(named.name, []).append(name)
-    places = [f"{declared.blocks}.{block}" for block in range(blocks)]
+    block_paths = [f"{declared.blocks}.{block}" for block in range(blocks)]
     joined = {
-        f"{location}.{name}": [
-            f"{location}.{one.format(number)}.weight"
+        f"{block_path}.{name}": [
+            f"{block_path}.{linear.format(number)}.weight"
             for number in range(experts)
-            for one in stack.linears
+            for linear in stack.linears
         ]
         for name, stack in stacks.items()
         if len(stack.linears) > 1 and not stack.transposed and not stack.interleaved
-        for location in places
+        for block_path in block_paths
     }
     names |= {
         f"{named.name}.weight": joined[name]
@@ -173,9 +173,9 @@ def _map_names(
         if base.startswith(f"{NESTED_DECODER_PREFIX}."):  # gguf's map knows a decoder alone
             base = f"model.{base.removeprefix(f'{NESTED_DECODER_PREFIX}.')}"
         inner = _BLOCK_NAME.fullmatch(base)
-        own = family.tensor_names.get(inner[2]) if inner else None
-        if inner and own:
-            first, *others = (f"blk.{inner[1]}.{word}" for word in own.split())
+        gguf_stems = family.tensor_names.get(inner[2]) if inner else None
+        if inner and gguf_stems:
+            first, *others = (f"blk.{inner[1]}.{stem}" for stem in gguf_stems.split())
             yield name, GgufName(first, int(expert[2]) if expert else -1, tuple(others))
             continue
         target = mapping.get_name(base, try_suffixes=(".weight", ".bias"))
@@ -211,7 +211,7 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
     meant = [
         name
         for name in dict.fromkeys(
-            re.sub(r"\.experts\.\d+\.", ".experts.*.", one) for one in canonical
+            re.sub(r"\.experts\.\d+\.", ".experts.*.", candidate) for candidate in canonical
         )
         if ((inner := _BLOCK_NAME.fullmatch(name)) and inner[2].replace(".*", "") in forms)
         or name in forms

@@ -72,12 +72,12 @@ def write_imatrix(path: Path, imatrix: Imatrix) -> None:
     save_file(path, data)
 
 
-def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix:
+def read_imatrix(path: Path, sizes: Mapping[str, int] | None = None) -> Imatrix:
     """Read an importance matrix in the current or the old format.
 
     Args:
         path: the file.
-        wanted: the number of values by the names of the weights that matter, so that of a larger file nothing else is
+        sizes: the number of values by the names of the weights that matter, so that of a larger file nothing else is
             read; everything when left out.
 
     Raises:
@@ -86,8 +86,8 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     """
 
     def asked(name: str, values: int, matrices: int) -> bool:
-        _check_columns(path, name, values, matrices, wanted or {})
-        return wanted is None or name in wanted
+        _check_columns(path, name, values, matrices, sizes or {})
+        return sizes is None or name in sizes
 
     imatrix = _read(path, asked)
     for name, entry in imatrix.entries.items():
@@ -108,17 +108,17 @@ def is_importance_matrix(path: Path) -> bool:
     return path.suffix == ".dat"
 
 
-def check_structure(path: Path, wanted: Mapping[str, int] | None = None) -> frozenset[str]:
+def check_structure(path: Path, sizes: Mapping[str, int] | None = None) -> frozenset[str]:
     """Return the weight names of an importance matrix, checking its structure without reading values.
 
     Raises:
         InputError: neither form, damaged, with bytes that belong to nothing, or with another number of values than is
-            ``wanted``.
+            ``sizes``.
     """
     names = set()
 
     def asked(name: str, values: int, matrices: int) -> bool:
-        _check_columns(path, name, values, matrices, wanted or {})
+        _check_columns(path, name, values, matrices, sizes or {})
         names.add(name)
         return False
 
@@ -127,19 +127,19 @@ def check_structure(path: Path, wanted: Mapping[str, int] | None = None) -> froz
 
 
 def _check_columns(
-    path: Path, name: str, values: int, matrices: int, wanted: Mapping[str, int]
+    path: Path, name: str, values: int, matrices: int, sizes: Mapping[str, int]
 ) -> None:
-    if wanted.get(name, values) != values:
+    if sizes.get(name, values) != values:
         raise InputError(
-            f"{name} has {values / matrices:g} columns, the weight {wanted[name] / matrices:g}",
+            f"{name} has {values / matrices:g} columns, the weight {sizes[name] / matrices:g}",
             "it belongs to another model",
             file=str(path),
             subject=str(path),
         )
 
 
-def _read(path: Path, asked: _WantsEntry) -> Imatrix:
-    return _read_gguf(path, asked) if is_gguf(path) else _read_legacy(path, asked)
+def _read(path: Path, wants_entry: _WantsEntry) -> Imatrix:
+    return _read_gguf(path, wants_entry) if is_gguf(path) else _read_legacy(path, wants_entry)
 
 
 def _gguf_bytes(imatrix: Imatrix) -> bytes:
@@ -162,7 +162,7 @@ def _gguf_bytes(imatrix: Imatrix) -> bytes:
     return bytes(data)
 
 
-def _read_gguf(path: Path, asked: _WantsEntry) -> Imatrix:
+def _read_gguf(path: Path, wants_entry: _WantsEntry) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
         raise InputError(
@@ -190,9 +190,11 @@ def _read_gguf(path: Path, asked: _WantsEntry) -> Imatrix:
                 tensor=name,
                 subject=str(path),
             )
-        if not asked(weight, math.prod(table.shape), matrices):
+        if not wants_entry(weight, math.prod(table.shape), matrices):
             continue
-        sums, counts = (read_tensor(one.raw()).view(matrices, -1) for one in (table, counted))
+        sums, counts = (
+            read_tensor(table_pair.raw()).view(matrices, -1) for table_pair in (table, counted)
+        )
         if not bool(counts.isfinite().all()):
             raise InputError(
                 f"{weight}: a count is no number",
@@ -226,7 +228,7 @@ def _legacy_bytes(imatrix: Imatrix) -> bytes:
     return b"".join([*parts, struct.pack("<i", imatrix.chunks), _length_prefixed(imatrix.dataset)])
 
 
-def _read_legacy(path: Path, asked: _WantsEntry) -> Imatrix:
+def _read_legacy(path: Path, wants_entry: _WantsEntry) -> Imatrix:
     entries = {}
     with FILES.stream(path, IMATRIX, None) as file:
         records = _RecordReader(path, file)
@@ -239,7 +241,7 @@ def _read_legacy(path: Path, asked: _WantsEntry) -> Imatrix:
                     file=str(path),
                     subject=str(path),
                 )
-            if not asked(name, count, 1):
+            if not wants_entry(name, count, 1):
                 records.skip(4 * count)
                 continue
             import torch

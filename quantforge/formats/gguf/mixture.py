@@ -290,13 +290,15 @@ def file_type(
         shapes: type and shape of every tensor of the file, by name.
         shape: of the model; with an importance or without one, whichever is nearer.
     """
-    stated, found = _file_type_of(label), _mixture_distances(shapes, shape)
-    least = min(found.values(), default=0)
-    if found.get(stated, least) == least:
+    stated, distances = _file_type_of(label), _mixture_distances(shapes, shape)
+    min_distance = min(distances.values(), default=0)
+    if distances.get(stated, min_distance) == min_distance:
         return stated
     ((common, _),) = Counter(_types_in_blocks(shapes).values()).most_common(1)
     nearest = [
-        (base != common, number) for number, base in MIXTURES.values() if found[number] == least
+        (base != common, number)
+        for number, base in MIXTURES.values()
+        if distances[number] == min_distance
     ]
     return min(nearest)[1]
 
@@ -313,15 +315,15 @@ def _mixture_distances(
     if not types or Counter(types.values()).most_common(1)[0][0] not in named:
         return {}
     columns = {name: size[-1] for name, (_, size) in shapes.items() if len(size) > 1}
-    found: dict[int, int] = {}
+    distances: dict[int, int] = {}
     for label, (number, _) in MIXTURES.items():
         counts = []
         for observed in (False, True):
-            given = assign_types(label, columns.items(), replace(shape, importance=observed))
-            meant = {name: fitting_type(kind, columns[name]) for name, kind in given.items()}
+            assigned = assign_types(label, columns.items(), replace(shape, importance=observed))
+            meant = {name: fitting_type(kind, columns[name]) for name, kind in assigned.items()}
             counts.append(sum(meant.get(name, kind) != kind for name, kind in types.items()))
-        found[number] = min(counts)
-    return found
+        distances[number] = min(counts)
+    return distances
 
 
 def _types_in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:

@@ -126,12 +126,12 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
 
 def _with_defaults(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
     """Return the configuration with the family's defaults for missing keys that change what is computed."""
-    own = {key: defaults[key] for key in _DEFAULTED_KEYS if key in defaults}
+    model_defaults = {key: defaults[key] for key in _DEFAULTED_KEYS if key in defaults}
     if config.get("rope_parameters") is None:  # null, too, asks for those of the family
         config = {key: value for key, value in config.items() if key != "rope_parameters"}
         if config.get("rope_scaling"):
-            own.pop("rope_parameters", None)
-    return {**own, **config}
+            model_defaults.pop("rope_parameters", None)
+    return {**model_defaults, **config}
 
 
 def _prefix_keys(
@@ -272,10 +272,10 @@ def _check_graph(
             raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
     if family.unsupported and (why := family.unsupported(config)):
         raise unsupported_in_gguf(*why)
-    for one, other in family.equal_sizes:
-        if sizes.size(one) != sizes.size(other):
+    for first, other in family.equal_sizes:
+        if sizes.size(first) != sizes.size(other):
             raise unsupported_in_gguf(
-                f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}"
+                f"{first} of {sizes.size(first)}", f"{other}, {sizes.size(other)}"
             )
     if family.window_period:
         _check_windows(config, family.window_period, sizes.layers)

@@ -91,20 +91,20 @@ class ProjectorFile:
                 if len(tensor.gguf_names) > 1
                 else (value,)
             )
-            for held, part in zip(tensor.gguf_names, parts, strict=True):
-                stored = part.reshape(_part_shape(tensor)).to(torch_dtype(types[held]))
+            for gguf_name, part in zip(tensor.gguf_names, parts, strict=True):
+                stored = part.reshape(_part_shape(tensor)).to(torch_dtype(types[gguf_name]))
                 if not bool(stored.isfinite().all()) and bool(value.isfinite().all()):
                     raise RefusedError(
                         f"{name}: a value is beyond the range of float16, in which {OPTION} stores matrices",
                         f"leave {OPTION} out: the language model alone is written",
                         tensor=name,
                     )
-                yield held, stored
+                yield gguf_name, stored
         if self.row:
-            name, number, held = self.row
+            name, number, gguf_name = self.row
             value = checkpoint.read_rows(name, number, number + 1)
             check_finite(name, value)
-            yield held, value[0].float()
+            yield gguf_name, value[0].float()
 
 
 def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
@@ -120,17 +120,22 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
     assert architecture is not None  # it has declared the tower
     entries = [
         entry
-        for one, entry in checkpoint.entries.items()
-        if matches_any(architecture.foreign_patterns, one)
+        for tensor_name, entry in checkpoint.entries.items()
+        if matches_any(architecture.foreign_patterns, tensor_name)
     ]
     named = {declared.canonical_name(entry.name): entry for entry in entries}
-    wanted = {tensor.name: tensor for tensor in declared.tensors}
+    expected = {tensor.name: tensor for tensor in declared.tensors}
     unread = {
-        one for one in named if matches_any(declared.unused_tensors + declared.omitted_towers, one)
+        tensor_name
+        for tensor_name in named
+        if matches_any(declared.unused_tensors + declared.omitted_towers, tensor_name)
     }
-    _require_none("has twice", [one.name for one in entries if one not in named.values()])
-    _require_none("misses", wanted.keys() - named.keys())
-    _require_none("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
+    _require_none(
+        "has twice",
+        [entry.name for entry in entries if entry not in named.values()],
+    )
+    _require_none("misses", expected.keys() - named.keys())
+    _require_none("has, and llama.cpp has no place for,", named.keys() - expected.keys() - unread)
     for tensor in declared.tensors:
         entry = named[tensor.name]
         if entry.shape != tensor.shape or entry.dtype not in _TYPES:
@@ -139,21 +144,25 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
                 f"a tensor of this shape in one of {', '.join(_TYPES)}",
                 tensor=entry.name,
             )
-    held = [
+    gguf_tensors = [
         GgufTensor(
-            one, "F32" if tensor.float32 or len(tensor.shape) < 2 else "F16", _part_shape(tensor)
+            gguf_name,
+            "F32" if tensor.float32 or len(tensor.shape) < 2 else "F16",
+            _part_shape(tensor),
         )
         for tensor in declared.tensors
-        for one in tensor.gguf_names
+        for gguf_name in tensor.gguf_names
     ]
     row = None
     if declared.token_row:
         row = (*_embedding_row(checkpoint, declared.token_row), declared.token_row.gguf_name)
-        held.append(GgufTensor(declared.token_row.gguf_name, "F32", (declared.token_row.width,)))
-    keys = _metadata_keys(declared, checkpoint, held)
+        gguf_tensors.append(
+            GgufTensor(declared.token_row.gguf_name, "F32", (declared.token_row.width,))
+        )
+    keys = _metadata_keys(declared, checkpoint, gguf_tensors)
     tensors = {named[tensor.name].name: tensor for tensor in declared.tensors}
     events = _tower_events(declared, checkpoint.path.name, entries)
-    return ProjectorFile(file_plan(name, keys, held), keys, tensors, row, events)
+    return ProjectorFile(file_plan(name, keys, gguf_tensors), keys, tensors, row, events)
 
 
 def check_no_tower(file: GgufFile) -> None:
@@ -188,7 +197,9 @@ def _declared_projector(config: Mapping[str, Any]) -> Projector:
     tower = _projector_declaration(config)
     if tower is None or not has_projector(config):
         written = sorted(
-            one for one in declared_families() if _projector_declaration({"model_type": one})
+            family
+            for family in declared_families()
+            if _projector_declaration({"model_type": family})
         )
         raise RefusedError(
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
@@ -255,15 +266,17 @@ def _embedding_row(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
     """
     architecture = architecture_of(checkpoint.config)
     assert architecture is not None  # it has declared the row
-    own = f"{architecture.embedding}.weight"
+    embedding_name = f"{architecture.embedding}.weight"
     names = (
-        stored + own.removeprefix(canonical)
+        stored + embedding_name.removeprefix(canonical)
         for stored, canonical in architecture.prefixes
-        if own.startswith(canonical)
+        if embedding_name.startswith(canonical)
     )
     name = next((name for name in names if name in checkpoint.entries), None)
     if name is None:
-        raise InputError("the checkpoint has no token embedding", "complete files", tensor=own)
+        raise InputError(
+            "the checkpoint has no token embedding", "complete files", tensor=embedding_name
+        )
     path = checkpoint.path / _TOKENIZER
     tokens = added_tokens(read_object(path, TOKENIZER, checkpoint.path)) if path.is_file() else []
     number = next((item["id"] for item in tokens if item["content"] == row.token), None)
@@ -283,10 +296,10 @@ def _embedding_row(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
 
 
 def _metadata_keys(
-    declared: Projector, checkpoint: Checkpoint, held: Iterable[GgufTensor]
+    declared: Projector, checkpoint: Checkpoint, gguf_tensors: Iterable[GgufTensor]
 ) -> dict[str, container.MetadataValue]:
     """Return the metadata: general keys, the family's keys, mean and deviation of the image normalization."""
-    weights = sum(math.prod(tensor.shape) for tensor in held)
+    weights = sum(math.prod(tensor.shape) for tensor in gguf_tensors)
     mean, deviation = _mean_and_deviation(checkpoint, declared)
     return {
         "general.architecture": string_value(ARCH),
@@ -339,15 +352,15 @@ def _mean_and_deviation(
     return (mean, deviation) if values["do_normalize"] else ([0.0] * 3, [1.0] * 3)
 
 
-def _three_numbers(settings: Mapping[str, Any], key: str, least: float) -> list[float]:
+def _three_numbers(settings: Mapping[str, Any], key: str, minimum: float) -> list[float]:
     value = settings[key]
     if (
         not isinstance(value, list | tuple)
         or len(value) != 3
-        or not all(type(one) in {int, float} and least <= one <= 1 for one in value)
+        or not all(type(number) in {int, float} and minimum <= number <= 1 for number in value)
     ):
-        raise _malformed(settings, key, f"three numbers from {least:g} to 1")
-    return [float(one) for one in value]
+        raise _malformed(settings, key, f"three numbers from {minimum:g} to 1")
+    return [float(number) for number in value]
 
 
 def _malformed(settings: Mapping[str, Any], key: str, rule: str) -> InputError:

@@ -78,14 +78,14 @@ class GgufCheckpoint(Checkpoint):
 
     def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
         """Return the checkpoint with checksums of its files (as `Checkpoint`)."""
-        places = {
+        stored_tensors = {
             name: replace(
                 stored_tensor,
                 entry=replace(stored_tensor.entry, checksums=checksums[stored_tensor.entry.file]),
             )
             for name, stored_tensor in self.places.items()
         }
-        return replace(self, places=places)
+        return replace(self, places=stored_tensors)
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
@@ -109,7 +109,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         )
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     known = canonical_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
-    places: dict[str, _StoredAs] = {}
+    stored_tensors: dict[str, _StoredAs] = {}
     for entry in file.tensors.values():
         if entry.name in _COMPUTED:
             continue
@@ -121,13 +121,14 @@ def open_gguf(path: Path) -> GgufCheckpoint:
                 tensor=entry.name,
                 subject=str(path),
             )
-        places |= _stored_as(entry, known[entry.name], family, config)
+        stored_tensors |= _stored_as(entry, known[entry.name], family, config)
     entries = {
-        name: _visible_entry(name, stored_tensor) for name, stored_tensor in sorted(places.items())
+        name: _visible_entry(name, stored_tensor)
+        for name, stored_tensor in sorted(stored_tensors.items())
     }
     types = {
         name: stored_tensor.type.lower()
-        for name, stored_tensor in sorted(places.items())
+        for name, stored_tensor in sorted(stored_tensors.items())
         if stored_tensor.type.lower() in GGML_BLOCKS
     }
     if types:
@@ -139,7 +140,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         shards=file.files,
         side_files=(),
         card=None,
-        places=places,
+        places=stored_tensors,
         file=file,
     )
 
@@ -162,20 +163,20 @@ def _stored_as(
 ) -> dict[str, _StoredAs]:
     """Return where each model tensor of one GGUF tensor is: one, or one per expert matrix of a stack."""
     raw = entry.raw()
-    turned = declared_architecture(str(config["model_type"])).transposed
-    turned = turned and entry.name.startswith("blk.") and len(entry.shape) == 2
+    is_transposed = declared_architecture(str(config["model_type"])).transposed
+    is_transposed = is_transposed and entry.name.startswith("blk.") and len(entry.shape) == 2
     stored_tensor = _StoredAs(
         raw,
         entry.type,
         _head_count(entry.name, family, config),
         family.norm_plus_one and entry.name.endswith("norm.weight"),
-        turned,
+        is_transposed,
     )
     if len(originals) == 1:
         return {originals[0]: stored_tensor}
     experts, rows, _ = entry.shape if len(entry.shape) == 3 else (len(originals) + 1, 0, 0)
-    parts, left = divmod(len(originals), experts)  # matrices that are one, rows behind rows
-    if left or rows % parts:
+    parts, remainder = divmod(len(originals), experts)  # matrices that are one, rows behind rows
+    if remainder or rows % parts:
         raise InputError(
             f"tensor {entry.name!r}: {list(entry.shape)}, {len(originals)} matrices of experts",
             tensor=entry.name,

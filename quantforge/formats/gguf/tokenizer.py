@@ -111,7 +111,7 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             if isinstance(item, list) and item and isinstance(item[0], str)
         }
     vocab = vocab if isinstance(vocab, Mapping) else {}
-    found: dict[str, Mapping[str, Any]] = {}
+    tokens: dict[str, Mapping[str, Any]] = {}
     last = -1
     for item in stated if isinstance(stated, list) else ():
         good = (
@@ -124,12 +124,12 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
                 "tokenizer.json: an added token without id or content", "the file is damaged"
             )
         content = item["content"]
-        if content and content not in found:
+        if content and content not in tokens:
             known = vocab.get(content)
             number = known if type(known) is int else max(last + 1, len(vocab))
-            found[content] = {**item, "id": number}
+            tokens[content] = {**item, "id": number}
             last = max(last, number)
-    return list(found.values())
+    return list(tokens.values())
 
 
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -297,14 +297,14 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
         stated = read_templates(root)
     except SourceError as error:
         raise InputError(error.message, error.hint) from error
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     notes = list(stated.notes)
     for name, text in stated.templates.items():
         called = "" if name == DEFAULT else template_key(name)
         if not text:
             notes.append(f"{name} is empty and is not written")
             continue
-        if called in found:
+        if called in templates:
             raise InputError(
                 f"the chat template {name!a} has the key of another one, {called}",
                 "rename one of them: letters, digits and _ stay",
@@ -312,8 +312,8 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
             )
         if called not in {"", name}:
             notes.append(f"{name!a} is called {called} in the file")
-        found[called] = text
-    return found, [Note(f"chat template: {note}", NoteKind.TEMPLATE) for note in notes]
+        templates[called] = text
+    return templates, [Note(f"chat template: {note}", NoteKind.TEMPLATE) for note in notes]
 
 
 def template_key(name: str) -> str:

@@ -129,33 +129,37 @@ def added_token_differences(
     """
     added = added_tokens(tokenizer)
     stripping = phi3_space_stripping(name, tokens)
-    found: dict[str, list[str]] = {}
+    texts_by_difference: dict[str, list[str]] = {}
     for item in added:
         text = item["content"]
         if item.get("single_word"):
             difference = "single_word: llama.cpp takes them within words, too"
-            found.setdefault(difference, []).append(text)
+            texts_by_difference.setdefault(difference, []).append(text)
         if item.get("lstrip"):
-            found.setdefault("lstrip: llama.cpp keeps spaces before them", []).append(text)
+            texts_by_difference.setdefault("lstrip: llama.cpp keeps spaces before them", []).append(
+                text
+            )
         if bool(item.get("rstrip")) != stripping(text):
             verb = "keeps" if item.get("rstrip") else "drops"
             flag = "rstrip" if item.get("rstrip") else "no rstrip"
-            found.setdefault(f"{flag}: llama.cpp {verb} spaces after them", []).append(text)
+            texts_by_difference.setdefault(
+                f"{flag}: llama.cpp {verb} spaces after them", []
+            ).append(text)
         if item.get("normalized") and _changed(item, tokenizer):
             difference = (
                 "normalized, which changes them: llama.cpp looks for them as they are spelled"
             )
-            found.setdefault(difference, []).append(text)
+            texts_by_difference.setdefault(difference, []).append(text)
         elif kind == "llama" and spelled_with_spaces(item, tokenizer):
             difference = f"hold {SENTENCEPIECE_SPACE}: llama.cpp looks for spaces instead, before it merges any pieces"
-            found.setdefault(difference, []).append(text)
+            texts_by_difference.setdefault(difference, []).append(text)
     overlapping = _overlapping([item["content"] for item in added])
     if overlapping:
         first, second = overlapping
         yield (
             f"added tokens {first!a} and {second!a} can overlap: llama.cpp takes the longer one, wherever it begins"
         )
-    for difference, texts in found.items():
+    for difference, texts in texts_by_difference.items():
         shown = ", ".join(f"{text!a:.40}" for text in texts[:_MAX_SHOWN])
         yield f"{len(texts)} added token(s) ({shown}) {difference}"
 
@@ -333,8 +337,12 @@ def end_token_differences(
     default = _ASSUMED_EOS[kind]
     if "eos" not in special and default < len(tokens):
         yield f"no token that ends a text: llama.cpp takes {tokens[default]!a} (id {default}) for one"
-    kept = {special.get(role) for role in ("eos", "eot", "eom")}
-    lost = [number for number in ends if number not in kept and tokens[number] not in _ALWAYS_ENDS]
+    stored_ends = {special.get(role) for role in ("eos", "eot", "eom")}
+    lost = [
+        number
+        for number in ends
+        if number not in stored_ends and tokens[number] not in _ALWAYS_ENDS
+    ]
     if lost:
         shown = ", ".join(f"{tokens[number]!a}" for number in lost[:_MAX_SHOWN])
         yield f"eos_token_id: {shown}: there are keys for three tokens that end a text"

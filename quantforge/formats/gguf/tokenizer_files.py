@@ -76,12 +76,12 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
 
 def template_files(file: GgufFile) -> dict[str, bytes]:
     """Return a file for each non-empty chat template; errors as `tokenizer_files`."""
-    found = {}
+    files = {}
     for key in file.metadata:
         if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}."):
             name = key.removeprefix(TEMPLATE_KEY).removeprefix(".") or DEFAULT
             try:
-                place = template_file_name(name)
+                file_name = template_file_name(name)
             except ValueError as error:
                 raise InputError(
                     f"the chat template {name!a:.60} has no name for a file",
@@ -89,21 +89,21 @@ def template_files(file: GgufFile) -> dict[str, bytes]:
                     subject=str(file.files[0]),
                 ) from error
             if text := file.value(key, str, ""):
-                found[place] = text.encode(errors="surrogateescape")
-    return found
+                files[file_name] = text.encode(errors="surrogateescape")
+    return files
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:
     """Return a list of strings; raise `InputError` for tokens that are not UTF-8, which JSON cannot hold."""
-    found: list[Any] = file.value(key, list)
-    for item in found:
+    strings: list[Any] = file.value(key, list)
+    for item in strings:
         if not isinstance(item, str) or any("\ud800" <= c <= "\udfff" for c in item):
             raise InputError(
                 f"{key} holds {item!a}, which is no text",
                 "it cannot be restated",
                 subject=str(file.files[0]),
             )
-    return found
+    return strings
 
 
 def _special_ids(file: GgufFile, count: int) -> dict[str, int]:

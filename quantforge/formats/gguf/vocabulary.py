@@ -245,12 +245,12 @@ def _tokens_past_embedding(
     past |= {text: number for text, number in added.items() if number >= rows}
     if not past:
         return past
-    made = {left + right for left, right in read_merges(model)}
+    merged_pieces = {left + right for left, right in read_merges(model)}
     whole = bool(model.get("ignore_merges")) or str(model.get("unk_token")) in past
     around = {piece for piece in post_processor_ends(tokenizer) if piece is not None}
     for piece, number in past.items():
         ordinary = piece not in added and (
-            whole or piece in made or len(piece) == 1 or _BYTE_PIECE.fullmatch(piece)
+            whole or piece in merged_pieces or len(piece) == 1 or _BYTE_PIECE.fullmatch(piece)
         )
         if ordinary or piece in around:
             raise InputError(
@@ -586,9 +586,9 @@ def _adds_space_prefix(
             replaced = True
             across = next(
                 (
-                    one
-                    for one in model["vocab"]
-                    if SENTENCEPIECE_SPACE in one[1:] and one not in added
+                    token
+                    for token in model["vocab"]
+                    if SENTENCEPIECE_SPACE in token[1:] and token not in added
                 ),
                 None,
             )

@@ -212,9 +212,9 @@ def _read_update(
             "use_dora and the magnitude vectors disagree",
             f"correct use_dora in {CONFIG}, or fetch both again",
         )
-    for one in (magnitude, bias):
-        if one is not None and one.shape != (b.shape[0],):
-            raise _tensor_error(path, one.name, f"{list(one.shape)}, expected [{b.shape[0]}]")
+    for vector in (magnitude, bias):
+        if vector is not None and vector.shape != (b.shape[0],):
+            raise _tensor_error(path, vector.name, f"{list(vector.shape)}, expected [{b.shape[0]}]")
     return LowRankUpdate(a, b, scaling, magnitude, bias, embedding)
 
 

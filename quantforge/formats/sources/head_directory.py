@@ -104,10 +104,10 @@ class DraftHeadDirectory:
         if name is None:
             raise self.error(f"no tensor {names[0]!r}", "fetch the directory again")
         layout = self.layouts.get(name.removesuffix(".weight"))
-        found = layout.shape if layout else self.checkpoint.entries[name].shape
-        if found != shape:
+        stored_shape = layout.shape if layout else self.checkpoint.entries[name].shape
+        if stored_shape != shape:
             raise self.error(
-                f"tensor {name!r} is {[*found]}, for this model {[*shape]} is expected",
+                f"tensor {name!r} is {[*stored_shape]}, for this model {[*shape]} is expected",
                 _TRAINED_HINT,
             )
         return name

@@ -122,26 +122,26 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     model_layout = match_tensors(
         checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
-    places = _StoredNames(checkpoint, model_layout)
+    stored_names = _StoredNames(checkpoint, model_layout)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
-    alone = not adapter.ties and places.stand_apart(touched)
-    new, merge = _MergedTensors(checkpoint, places), _MergedTensors(checkpoint, places)
+    alone = not adapter.ties and stored_names.stand_apart(touched)
+    new, merge = _MergedTensors(checkpoint, stored_names), _MergedTensors(checkpoint, stored_names)
     for name, entry in adapter.replaced.items():
         new.put(name, entry.shape, _ReplacementReader(entry))
     for module, change in adapter.changes.items():
         name = f"{module}.weight"
-        turned = change.embedding or places.turned(name, adapter.turned)
-        shape = change.shape[::-1] if turned else change.shape
-        merge.put(name, shape, _LowRankMergedReader(places.base(name), change, turned))
+        is_transposed = change.embedding or stored_names.turned(name, adapter.turned)
+        shape = change.shape[::-1] if is_transposed else change.shape
+        merge.put(name, shape, _LowRankMergedReader(stored_names.base(name), change, is_transposed))
         if change.bias is not None:
             name = f"{module}.bias"
-            if not places.base(name):
+            if not stored_names.base(name):
                 raise _no_bias_error(checkpoint, adapter, change.bias.name, name)
-            rows = _BiasReader(places.base(name), change.bias, change.scaling)
+            rows = _BiasReader(stored_names.base(name), change.bias, change.scaling)
             merge.put(name, change.bias.shape, rows)
     unchanged = [
         f"{name}: target_modules name it, and the adapter does not change it"
-        for name in places.of_linears(adapter.everywhere)
+        for name in stored_names.of_linears(adapter.everywhere)
         if name not in merge.computed
     ]
     resized = {**new.resized, **merge.resized}
@@ -149,7 +149,8 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     if not problems and len({rows for rows, _ in resized.values()}) == 1:
         raise _resized_error(checkpoint, adapter, resized)
     problems += [
-        f"{name}: {rows} rows, that of the model has {own}" for name, (rows, own) in resized.items()
+        f"{name}: {rows} rows, that of the model has {model_rows}"
+        for name, (rows, model_rows) in resized.items()
     ]
     if problems or unchanged:
         hint = adapter.trained_on
@@ -163,9 +164,9 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     facts = {ADAPTER: _merge_description(adapter, alone)}
     config, added = checkpoint.config, {}
     if alone:
-        head = places.stored(places.head)
-        added = {head: replace(checkpoint.entries[places.embedding], name=head)}
-        new.computed.setdefault(head, _UntiedHeadReader(places.embedding))
+        head = stored_names.stored(stored_names.head)
+        added = {head: replace(checkpoint.entries[stored_names.embedding], name=head)}
+        new.computed.setdefault(head, _UntiedHeadReader(stored_names.embedding))
         config = untie_config(config)
     whole = with_computed_tensors(checkpoint, new.computed, config=config, new_entries=added)
     return with_computed_tensors(whole, merge.computed, facts=facts)
@@ -175,12 +176,16 @@ def _resized_error(
     checkpoint: Checkpoint, adapter: Adapter, resized: Mapping[str, tuple[int, int]]
 ) -> InputError:
     """Return the error for an adapter trained with another vocabulary size."""
-    rows, own = next(iter(resized.values()))
-    what = f"{rows - own} tokens were added" if rows > own else f"{own - rows} tokens were removed"
+    rows, model_rows = next(iter(resized.values()))
+    what = (
+        f"{rows - model_rows} tokens were added"
+        if rows > model_rows
+        else f"{model_rows - rows} tokens were removed"
+    )
     have = "have" if len(resized) > 1 else "has"
     return InputError(
         f"{what} before it was trained: {' and '.join(resized)} {have} {rows} rows in the adapter,"
-        f" {own} in {checkpoint.path}",
+        f" {model_rows} in {checkpoint.path}",
         merge_steps(str(checkpoint.path), str(adapter.path), rows),
         file=str(adapter.path / WEIGHTS),
         subject=str(adapter.path),
@@ -219,8 +224,8 @@ class _MergedTensors:
         resized: embedding and head with other rows than the model's alone: theirs, and those of the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, places: _StoredNames) -> None:
-        self._entries, self._places = checkpoint.entries, places
+    def __init__(self, checkpoint: Checkpoint, stored_names: _StoredNames) -> None:
+        self._entries, self._places = checkpoint.entries, stored_names
         self.computed: dict[str, ComputeRows] = {}
         self.problems: list[str] = []
         self.resized: dict[str, tuple[int, int]] = {}
@@ -232,10 +237,10 @@ class _MergedTensors:
             self.problems.append(f"{name}{_MISSING}")
         elif (
             base in {self._places.embedding, self._places.stored(self._places.head)}
-            and (own := self._entries[base].shape) != shape
-            and own[1:] == shape[1:]
+            and (model_shape := self._entries[base].shape) != shape
+            and model_shape[1:] == shape[1:]
         ):
-            self.resized[name] = shape[0], own[0]
+            self.resized[name] = shape[0], model_shape[0]
         elif self._entries[base].shape != shape:
             expected = list(self._entries[base].shape)
             self.problems.append(f"{name}: {list(shape)}, that of the model is {expected}")
@@ -308,19 +313,19 @@ class _StoredNames:
             return stored
         return self.embedding if self._found.tied and name == self.head else ""
 
-    def turned(self, name: str, said: bool) -> bool:
-        """Return whether a linear is stored ``[in, out]``; ``said`` by the adapter if the family is not declared."""
+    def turned(self, name: str, default: bool) -> bool:
+        """Return whether a linear is stored ``[in, out]``; ``default`` by the adapter if the family is not declared."""
         known = self._found.by_name.get(name)
-        return known.transposed if known and self._found.architecture else said
+        return known.transposed if known and self._found.architecture else default
 
     def of_linears(self, ends: Collection[str]) -> list[str]:
         """Return the stored weights of linears whose names end with one of ``ends``, experts excepted."""
-        wanted = frozenset(ends)
+        endings = frozenset(ends)
         return [
             tensor.header.name
             for tensor in self._found.tensors
             if tensor.role is Role.LINEAR and "experts." not in tensor.name
-            if not wanted.isdisjoint(_name_suffixes(tensor.name.removesuffix(".weight")))
+            if not endings.isdisjoint(_name_suffixes(tensor.name.removesuffix(".weight")))
         ]
 
     def stand_apart(self, touched: set[str]) -> bool:

@@ -63,9 +63,9 @@ class _MatrixReader:
         columns = self.shape[1]
         steps = None if self.high else self._steps(checkpoint, 0, 1)
         weight = torch.empty((last - first, columns), dtype=torch.float32)
-        each = max(1, _STRIP // columns)
-        for start in range(first, last, each):
-            stop = min(start + each, last)
+        rows_per_strip = max(1, _STRIP // columns)
+        for start in range(first, last, rows_per_strip):
+            stop = min(start + rows_per_strip, last)
             values = self._values(checkpoint.read_rows(self.module + _WEIGHT_SUFFIX, start, stop))
             strip = self._steps(checkpoint, start, stop) if steps is None else steps
             weight[start - first : stop - first] = values.mul_(
@@ -137,8 +137,8 @@ def find_encoded_weights(
         )
     require_scales(headers, "_scale")
     modules = [name.removesuffix(_SCALE_SUFFIX) for name in headers if name.endswith(_SCALE_SUFFIX)]
-    beside = [name for name in headers if name.endswith(_ENGINE_ONLY_SUFFIXES)]
-    return [_encoded_weight(module, headers) for module in modules], beside
+    engine_only = [name for name in headers if name.endswith(_ENGINE_ONLY_SUFFIXES)]
+    return [_encoded_weight(module, headers) for module in modules], engine_only
 
 
 def _encoded_weight(module: str, headers: Mapping[str, StoredTensor]) -> EncodedWeight:
@@ -151,21 +151,21 @@ def _encoded_weight(module: str, headers: Mapping[str, StoredTensor]) -> Encoded
     if len(size) == 4 and size[1] == size[3] == 1:  # tiles as [rows, 1, columns, 1]
         size = size[::2]
     tiles = (-(-rows // _TILE), -(-columns // _TILE))
-    found: tuple[int, int, str] | None = None
+    encoding: tuple[int, int, str] | None = None
     if nibbles and scale.dtype == "F8_E4M3" and size == (rows, columns // 16):
         _check_second_scale(module, headers)
         stored.append(module + _SECOND_SCALE_SUFFIX)
-        found = 1, 16, "nvfp4"
+        encoding = 1, 16, "nvfp4"
     elif codes == "F8_E4M3" and scale.dtype == "U8" and size == (rows, columns // 32):
-        found = 1, 32, "mxfp8"
+        encoding = 1, 32, "mxfp8"
     elif codes == "F8_E4M3" and scale.dtype in _FLOATS:
         if size in {(), (1,), (1, 1)}:
-            found = 0, columns, "fp8 (one scale)"
+            encoding = 0, columns, "fp8 (one scale)"
         elif size in {(rows,), (rows, 1)}:
-            found = 1, columns, "fp8 (a scale for each row)"
+            encoding = 1, columns, "fp8 (a scale for each row)"
         elif size == tiles:
-            found = _TILE, _TILE, f"fp8 ({_TILE}x{_TILE} tiles)"
-    if found is None:
+            encoding = _TILE, _TILE, f"fp8 ({_TILE}x{_TILE} tiles)"
+    if encoding is None:
         raise InputError(
             f"{module}: {codes} {list(headers[module + _WEIGHT_SUFFIX].shape)} under scales {scale.dtype}"
             f" {list(scale.shape)}"
@@ -173,7 +173,7 @@ def _encoded_weight(module: str, headers: Mapping[str, StoredTensor]) -> Encoded
             "read are NVFP4, MXFP8, and fp8 with one scale, a scale for each row or for tiles of 128x128",
             tensor=module + _SCALE_SUFFIX,
         )
-    high, wide, words = found
+    high, wide, words = encoding
     reader = _MatrixReader(module, (rows, columns), high, wide, nibbles)
     return EncodedWeight(module + _WEIGHT_SUFFIX, (rows, columns), tuple(stored), reader, words)
 

@@ -88,26 +88,28 @@ def derive_declarations_for(
     model = build_skeleton(config, whole=whole)
     names = WeightMapping(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    apart = {place.stack.parameter for place in names.expert_places.values()}
+    apart = {stack_slice.stack.parameter for stack_slice in names.expert_places.values()}
     # The structure of a model follows from its configuration; `build_skeleton` drops what describes stored weights.
     key = json.dumps([model.config.to_dict(), sorted(apart), whole], sort_keys=True, default=str)
     if key not in _CACHE:
-        made = _derive_architecture(_with_few_experts(config, model, whole=whole), shapes, apart)
+        derived = _derive_architecture(_with_few_experts(config, model, whole=whole), shapes, apart)
         _CACHE.clear()
-        _CACHE[key] = made
-    found = _CACHE[key]
+        _CACHE[key] = derived
+    architecture = _CACHE[key]
     ignored = tuple(map(re.escape, names.ignored))
-    assert found.derivation is not None
-    found = replace(
-        found,
-        droppable_patterns=(*found.droppable_patterns, *ignored),
-        derivation=replace(found.derivation, tied=_is_head_tied(names, found)),
+    assert architecture.derivation is not None
+    architecture = replace(
+        architecture,
+        droppable_patterns=(*architecture.droppable_patterns, *ignored),
+        derivation=replace(architecture.derivation, tied=_is_head_tied(names, architecture)),
     )
-    canonical, turned = _canonical_names(names, found)
+    canonical, transposed_stacks = _canonical_names(names, architecture)
     other = [source for source in names.distinct_sources() if source.stored[0] not in canonical]
-    found, kept = _declare_stored_tensors(names, found, other)
+    architecture, stored_outer = _declare_stored_tensors(names, architecture, other)
     return DerivedDeclarations(
-        found, {**canonical, **kept, **_single_expert_names(names, found)}, turned
+        architecture,
+        {**canonical, **stored_outer, **_single_expert_names(names, architecture)},
+        transposed_stacks,
     )
 
 
@@ -150,9 +152,9 @@ def _reduce_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     stated = {key: value for key, value in config.items() if type(value) is int and "expert" in key}
     changed = {key: FEW_EXPERTS for key, value in stated.items() if value in counts}
-    taken = {key: 2 for key in EXPERTS_PER_TOKEN_KEYS if type(config.get(key)) is int}
+    experts_per_token = {key: 2 for key in EXPERTS_PER_TOKEN_KEYS if type(config.get(key)) is int}
     groups = {key: 1 for key in GROUP_KEYS if type(config.get(key)) is int}
-    return {**config, **changed, **taken, **groups}
+    return {**config, **changed, **experts_per_token, **groups}
 
 
 def _canonical_names(
@@ -167,7 +169,7 @@ def _canonical_names(
     """
     assert architecture.derivation is not None
     kinds = {kind.name: kind for kind in architecture.kinds}
-    result, turned = {}, set()
+    result, transposed_stacks = {}, set()
     for stored, expert_slice in names.expert_places.items():
         if not expert_slice.stack.parameter.startswith(
             f"{architecture.blocks}."
@@ -186,11 +188,11 @@ def _canonical_names(
         result[stored] = f"{architecture.blocks}.{block}.{linear}.weight"
     for parameter, source in names.sources.items():
         if source.operations == ("Transpose",) and _is_stack(parameter, architecture):
-            turned |= {source.stored[0]} if names.is_transposed(source) else set()
+            transposed_stacks |= {source.stored[0]} if names.is_transposed(source) else set()
             result[source.stored[0]] = parameter
         elif source.rule is None:
             result[source.stored[0]] = parameter
-    return result, frozenset(turned)
+    return result, frozenset(transposed_stacks)
 
 
 def _is_stack(parameter: str, architecture: Architecture) -> bool:
@@ -207,19 +209,19 @@ def _single_expert_names(names: WeightMapping, architecture: Architecture) -> di
     """Return canonical names of experts that files store one by one although transformers only has them stacked."""
     blocks = {}
     for name, source in names.sources.items():
-        inside, beside = NUMBERED_NAME.match(name), NUMBERED_NAME.match(source.stored[0])
-        if inside and beside and inside[1] == architecture.blocks:
-            blocks[beside[1], beside[2]] = f"{inside[1]}.{inside[2]}."
+        match, stored_match = NUMBERED_NAME.match(name), NUMBERED_NAME.match(source.stored[0])
+        if match and stored_match and match[1] == architecture.blocks:
+            blocks[stored_match[1], stored_match[2]] = f"{match[1]}.{match[2]}."
     linears = {
         name for kind in architecture.kinds for stack in kind.stacks for name in stack.linears
     }
     result = {}
     for name in names.unused:
-        beside = NUMBERED_NAME.match(name)
-        if beside and (beside[1], beside[2]) in blocks:
-            template = _INDEX_IN_NAME.sub(".{}.", beside[3].removesuffix(".weight"), count=1)
+        stored_match = NUMBERED_NAME.match(name)
+        if stored_match and (stored_match[1], stored_match[2]) in blocks:
+            template = _INDEX_IN_NAME.sub(".{}.", stored_match[3].removesuffix(".weight"), count=1)
             if template in linears:
-                result[name] = blocks[beside[1], beside[2]] + beside[3]
+                result[name] = blocks[stored_match[1], stored_match[2]] + stored_match[3]
     return result
 
 
@@ -253,33 +255,41 @@ def _declare_stored_tensors(
         _refuse_modified(source, touched, architecture)
         block = NUMBERED_NAME.match(next(iter(source.parameters)))
         for stored in source.stored:
-            beside, shape = NUMBERED_NAME.match(stored), tuple(map(str, names.shape(stored)))
+            match, shape = NUMBERED_NAME.match(stored), tuple(map(str, names.shape(stored)))
             if block is None or block[1] != architecture.blocks:
                 outer[stored], canonical[stored] = Parameter(stored, shape), stored
                 continue
-            if beside is None:
+            if match is None:
                 raise _layout_refusal(source)
             kind = kinds[architecture.derivation.kinds[int(block[2])]]
-            kinds[kind.name] = _replace_parameters(kind, source, Parameter(beside[3], shape))
-            canonical[stored] = f"{architecture.blocks}.{block[2]}.{beside[3]}"
+            kinds[kind.name] = _replace_parameters(kind, source, Parameter(match[3], shape))
+            canonical[stored] = f"{architecture.blocks}.{block[2]}.{match[3]}"
         for name in source.parameters:
             outer.pop(name, None)
-    kept = tuple(outer.values())
-    return replace(architecture, outer=kept, kinds=tuple(kinds.values())), canonical
+    outer_parameters = tuple(outer.values())
+    return replace(architecture, outer=outer_parameters, kinds=tuple(kinds.values())), canonical
 
 
 def _replace_parameters(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
     """Return a layer kind with a stored tensor in place of the parameters computed from it."""
-    made = {match[3] for name in source.parameters if (match := NUMBERED_NAME.match(name))}
+    replaced_names = {
+        match[3] for name in source.parameters if (match := NUMBERED_NAME.match(name))
+    }
     items: Mapping[str, Parameter] = {
-        item.name: item for item in kind.parameters if item.name not in made
+        item.name: item for item in kind.parameters if item.name not in replaced_names
     }
     return replace(kind, parameters=tuple({**items, parameter.name: parameter}.values()))
 
 
 def _refuse_modified(source: WeightSource, touched: set[str], architecture: Architecture) -> None:
-    own = {name for name in source.parameters if name.startswith(f"{architecture.blocks}.")}
-    inside = {match[3].rpartition(".")[0] for name in own if (match := NUMBERED_NAME.match(name))}
+    block_parameters = {
+        name for name in source.parameters if name.startswith(f"{architecture.blocks}.")
+    }
+    inside = {
+        match[3].rpartition(".")[0]
+        for name in block_parameters
+        if (match := NUMBERED_NAME.match(name))
+    }
     changed = {name for kind in architecture.kinds for name in kind.linears}
     changed |= {
         shared.scale_fold.module
@@ -320,18 +330,21 @@ def _derive_architecture(
     vocabulary = model.get_input_embeddings().weight.shape[0]
     outside = _ModelAroundBlocks(model)
     keys = [_kind_key(config, index, block) for index, block in enumerate(outside.blocks)]
-    transposed, kept = _are_transposed(outside.blocks), tuple(model._keep_in_fp32_modules or ())
+    transposed, float32_modules = (
+        _are_transposed(outside.blocks),
+        tuple(model._keep_in_fp32_modules or ()),
+    )
     derived: dict[object, DerivedKind] = {}
     shares: list[int] = []  # blocks that put something into a mapping that later blocks read
 
     def sizes(hidden: int) -> ModelFacts:
         dimensions = _dimensions(config, outside.blocks, hidden, vocabulary)
-        return ModelFacts(dimensions, config.to_dict(), transposed, kept)
+        return ModelFacts(dimensions, config.to_dict(), transposed, float32_modules)
 
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
-        given = _sizes_of_mappings(call)
-        if key in derived and given:
+        mapping_sizes = _sizes_of_mappings(call)
+        if key in derived and mapping_sizes:
             trial = TrialBlock(outside.blocks[index], states, call)
             with trial.filled():
                 trial.run()  # later blocks may read what it puts there
@@ -342,14 +355,14 @@ def _derive_architecture(
                 for name, shape in shapes.items()
                 if name.startswith(prefix)
             }
-            made = derive_kind(
+            derived_kind = derive_kind(
                 TrialBlock(outside.blocks[index], states, call),
                 sizes(states.shape[-1]),
                 inside,
                 {name.removeprefix(prefix) for name in apart},
             )
-            derived[key] = _name_kind(made, derived.values())
-        if given != _sizes_of_mappings(call):
+            derived[key] = _name_kind(derived_kind, derived.values())
+        if mapping_sizes != _sizes_of_mappings(call):
             shares.append(index)
         return derived[key].extra_outputs if derived[key].kind.num_outputs else None
 
@@ -362,13 +375,13 @@ def _sizes_of_mappings(call: Call) -> dict[str, int]:
     return {name: len(value) for name, value in mutable_mappings(call).items()}
 
 
-def _name_kind(made: DerivedKind, known: Iterable[DerivedKind]) -> DerivedKind:
+def _name_kind(derived: DerivedKind, known: Iterable[DerivedKind]) -> DerivedKind:
     """Name a new layer kind, or return the known kind that equals it."""
     others = {item.kind.name: item for item in known}
     for item in others.values():
-        if replace(made.kind, name=item.kind.name) == item.kind:
+        if replace(derived.kind, name=item.kind.name) == item.kind:
             return item
-    return made._replace(kind=replace(made.kind, name=f"kind{len(others)}"))
+    return derived._replace(kind=replace(derived.kind, name=f"kind{len(others)}"))
 
 
 def _kind_key(config: Any, index: int, block: nn.Module) -> object:
@@ -385,14 +398,14 @@ def _needs_replay(outside: _ModelAroundBlocks, learn: _ComputeExtraOutputs) -> b
     """Return whether block arguments other than hidden states depend on tokens or on earlier blocks."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
-        beside = learn(index, states, call)
-        return None if beside is None else (None,) * len(beside)
+        outputs = learn(index, states, call)
+        return None if outputs is None else (None,) * len(outputs)
 
     first, second = outside.record_arguments(learn), outside.record_arguments(learn, factor=0.5)
     others = outside.record_arguments(without, seed=1, factor=0.5)
     alike = all(
-        equal_trees(tuple(one.call), tuple(other.call))
-        for one, other in zip(first, others, strict=True)
+        equal_trees(tuple(call_before.call), tuple(other.call))
+        for call_before, other in zip(first, others, strict=True)
     )
     chained = all(
         torch.equal(second[i].states * 0.5, second[i + 1].states) for i in range(len(second) - 1)

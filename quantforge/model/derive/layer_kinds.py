@@ -113,16 +113,16 @@ def derive_kind(
     Raises:
         RefusedError: the block does not run alone, or does not return hidden states first.
     """
-    own = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
+    parameter_shapes = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
     with block.filled():
         seen = _observe_block(block)
-        beside = _check_outputs(block, seen.returned)
-        kept = _router_linears(sizes.config, own, seen) | _float32_linears(
+        extra_outputs = _check_outputs(block, seen.returned)
+        unquantized = _router_linears(sizes.config, parameter_shapes, seen) | _float32_linears(
             sizes.float32_modules, seen.linears
         )
         inputs, slices = [], {}
         for activation in seen.activations:
-            linears = tuple(n for n in activation.linears if n not in kept | seen.irregular)
+            linears = tuple(n for n in activation.linears if n not in unquantized | seen.irregular)
             if not linears:
                 continue
             earlier = tuple(seen.linears[: seen.linears.index(activation.linears[0])])
@@ -146,12 +146,12 @@ def derive_kind(
             (*inputs, *mixture.inputs),
             mixture.stacks,
             mlp_activations=4,
-            num_outputs=0 if beside is None else 1 + len(beside),
+            num_outputs=0 if extra_outputs is None else 1 + len(extra_outputs),
         ),
         slices,
-        tuple(sorted(all_linears - observed - kept)),
+        tuple(sorted(all_linears - observed - unquantized)),
         seen.has_fused_attention,
-        tree_map(_to_float32, beside or ()),
+        tree_map(_to_float32, extra_outputs or ()),
     )
 
 
@@ -168,11 +168,11 @@ def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
     cuts: dict[str, tuple[object, ...]] = {}
     kinds = []
     for item in derived:
-        own = {parameter.name: parameter.shape for parameter in item.kind.parameters}
+        parameter_shapes = {parameter.name: parameter.shape for parameter in item.kind.parameters}
         odd = {
             name
             for name, cut in item.slices.items()
-            if own[f"{name}.weight"] != shapes[f"{name}.weight"]
+            if parameter_shapes[f"{name}.weight"] != shapes[f"{name}.weight"]
             or cuts.setdefault(name, (cut.sizes, cut.labels)) != (cut.sizes, cut.labels)
         }
         inputs = tuple(
@@ -459,7 +459,7 @@ def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Ex
 
 
 def _mixture(
-    block: TrialBlock, products: Sequence[_Product], module: str, each: str
+    block: TrialBlock, products: Sequence[_Product], module: str, expert_module: str
 ) -> _ExpertDeclarations:
     groups: list[list[_Product]] = []
     for item in products:
@@ -474,17 +474,23 @@ def _mixture(
     inputs: list[SharedInput] = []
     scale_folds: list[ScaleFold] = []
     for group in before:
-        made = [_stack(block, item, last[0], module) for item in group]
-        stacks += [stack for stack, _ in made]
-        scale_folds += [scale_fold for _, scale_fold in made if scale_fold is not None]
+        stack_folds = [_stack(block, item, last[0], module) for item in group]
+        stacks += [stack for stack, _ in stack_folds]
+        scale_folds += [scale_fold for _, scale_fold in stack_folds if scale_fold is not None]
         inputs.append(
-            SharedInput(tuple(n for stack, _ in made for n in stack.linears), module, each=each)
+            SharedInput(
+                tuple(n for stack, _ in stack_folds for n in stack.linears),
+                module,
+                each=expert_module,
+            )
         )
     down = [
         Stack(item.parameter, (_named(module, item),), transposed=item.transposed) for item in last
     ]
     linears = tuple(name for stack in down for name in stack.linears)
-    inputs.append(SharedInput(linears, module, scale_folds[0] if scale_folds else None, each=each))
+    inputs.append(
+        SharedInput(linears, module, scale_folds[0] if scale_folds else None, each=expert_module)
+    )
     return _ExpertDeclarations((*stacks, *down), tuple(inputs))
 
 

@@ -243,8 +243,8 @@ def _repeated_candidates(
         fused = rest % last == 0 and rest > last
         parts = (rest - last, last, last) if fused else (rest, last)
         labels = QKV_LABELS if fused else ("k", "v")
-        found = _slice_candidate(name, parts, len(parts) - 1, labels, heads=heads)
-        yield replace(found, repeats=count)
+        candidate = _slice_candidate(name, parts, len(parts) - 1, labels, heads=heads)
+        yield replace(candidate, repeats=count)
 
 
 def _slice_candidate(
@@ -301,9 +301,9 @@ class _FoldTrial:
         elif kind is FoldKind.NORM:
             changed[f"{module}.weight"] = weight / channels
         else:
-            turned = self._weight(module).clone()
-            turned[candidate.rows] /= channels[:, None]
-            changed[f"{module}.weight"] = turned.T if self._transposed else turned
+            stored_weight = self._weight(module).clone()
+            stored_weight[candidate.rows] /= channels[:, None]
+            changed[f"{module}.weight"] = stored_weight.T if self._transposed else stored_weight
         bias = known.get(f"{module}.bias")
         if bias is not None:
             changed[f"{module}.bias"] = bias.clone()

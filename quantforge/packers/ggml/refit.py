@@ -88,7 +88,7 @@ def _group_params(parameters: Mapping[str, Tensor], grid: str, group: int) -> Gr
     block = group * GGML_BLOCKS[grid].group // GGML_BLOCKS[grid].columns
     index_of = {"d": block, "dmin": block}
     return {
-        key: value[:, (place := index_of.get(key, group)) : place + 1]
+        key: value[:, (parameter_index := index_of.get(key, group)) : parameter_index + 1]
         for key, value in parameters.items()
     }
 

@@ -96,7 +96,7 @@ def _extremes(typing, x, first):  # type: ignore[no-untyped-def]  # noqa: ARG001
         whole = build.load(
             build.bitcast(build.gep(array.data, [arguments[1]]), kind.as_pointer()), align=4
         )
-        found = []
+        extremes = []
         for order in "<", ">":
             part = whole
             while (count := part.type.count // 2) > 0:
@@ -111,8 +111,8 @@ def _extremes(typing, x, first):  # type: ignore[no-untyped-def]  # noqa: ARG001
                     for start in (0, count)
                 )
                 part = build.select(build.fcmp_ordered(order, high, low), high, low)
-            found.append(build.extract_element(part, ir.Constant(ir.IntType(32), 0)))
-        return context.make_tuple(build, signature.return_type, found)
+            extremes.append(build.extract_element(part, ir.Constant(ir.IntType(32), 0)))
+        return context.make_tuple(build, signature.return_type, extremes)
 
     return numba.types.UniTuple(numba.float32, 2)(x, first), generate
 

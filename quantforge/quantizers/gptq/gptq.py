@@ -174,13 +174,20 @@ def round_columns(
         compensation = matmul(root[:start, start:stop].T, remaining[:start])
         for first in range(start, stop, CHUNK):
             chunk = slice(first, min(first + CHUNK, stop))
-            own = compensation[chunk.start - start : chunk.stop - start]
-            addmm_(own, root[start:first, chunk].T, remaining[start:first])
+            chunk_compensation = compensation[chunk.start - start : chunk.stop - start]
+            addmm_(chunk_compensation, root[start:first, chunk].T, remaining[start:first])
             triangle, columns = root[chunk, chunk], order[chunk]
-            term = torch.empty_like(own) if terms is None else terms[chunk]
+            term = torch.empty_like(chunk_compensation) if terms is None else terms[chunk]
             codes.append(
                 column_loops.round_chunk(
-                    loops, remaining[chunk], own, triangle, columns, term, working, scheme
+                    loops,
+                    remaining[chunk],
+                    chunk_compensation,
+                    triangle,
+                    columns,
+                    term,
+                    working,
+                    scheme,
                 )
             )
             errors += term.square().sum(0, dtype=torch.float64)
@@ -204,8 +211,12 @@ def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, solution: So
     )
     for start in range(0, len(weight), COMPARED_ROWS):
         strip = slice(start, start + COMPARED_ROWS)
-        own = slice_parameters(solution.parameters, strip)
-        values = packer.decode(nearest[strip], own, scheme) if whole is None else whole[strip]
+        strip_parameters = slice_parameters(solution.parameters, strip)
+        values = (
+            packer.decode(nearest[strip], strip_parameters, scheme)
+            if whole is None
+            else whole[strip]
+        )
         rows, errors = factor.rows_below(weight[strip] - values, solution.errors[strip])
         solution.codes[strip][rows], solution.errors[strip][rows] = nearest[strip][rows], errors
         solution.nearest[strip][rows] = True

@@ -51,13 +51,13 @@ class Objective:
 
     def evaluate_float64(self, error: Tensor) -> Tensor:
         """Return the objective of each row of ``error`` (float64) without and with the ridge, float64 ``[2, out]``."""
-        found = error.new_zeros(2, len(error))
+        values = error.new_zeros(2, len(error))
         for start in range(0, len(self.hessian), PANEL_COLUMNS):
             columns = slice(start, start + PANEL_COLUMNS)
             gradient = matmul(error, self.hessian[:, columns].double())
-            found[0] += gradient.mul_(error[:, columns]).sum(1)
-        found[1] = found[0] + self.ridge_part(error)
-        return found
+            values[0] += gradient.mul_(error[:, columns]).sum(1)
+        values[1] = values[0] + self.ridge_part(error)
+        return values
 
     def ridge_part(self, error: Tensor) -> Tensor:
         """Return the ridge's part of the objective of each row of ``error``, float64 ``[out]``."""

@@ -113,13 +113,13 @@ class Refinement:
         for refit in self._refit_steps:
             for first in range(0, len(gradient), refit.num_columns):
                 columns = slice(first, first + refit.num_columns)
-                place = slice(start + columns.start, start + columns.stop)
+                block_columns = slice(start + columns.start, start + columns.stop)
                 block = hessian[columns, columns]
-                codes = self._codes[self._code_slice(place)]
-                held = FixedCodes(codes, gradient[columns], block, place.start)
-                gain = refit.refit(self._parameters, held)
+                codes = self._codes[self._code_slice(block_columns)]
+                fixed_codes = FixedCodes(codes, gradient[columns], block, block_columns.start)
+                gain = refit.refit(self._parameters, fixed_codes)
                 error_decrease += gain / (len(error_decrease) // len(gain))
-                addmm_(gradient, hessian[:, columns], self._update_error(place), alpha=-1)
+                addmm_(gradient, hessian[:, columns], self._update_error(block_columns), alpha=-1)
         return error_decrease
 
     def _update_error(self, columns: slice) -> Tensor:

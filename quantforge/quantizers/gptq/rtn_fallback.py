@@ -132,8 +132,10 @@ def _replace_if_better(
         ):
             continue
         exact = _float64_errors(weight, values, solution, scheme, factor, rows)
-        of_rtn, of_gptq = ([fsum(each.tolist()) for each in ways] for ways in exact)
-        if any(one < two for one, two in zip(of_rtn, of_gptq, strict=True)):
+        of_rtn, of_gptq = ([fsum(errors.tolist()) for errors in ways] for ways in exact)
+        if any(
+            rtn_error < gptq_error for rtn_error, gptq_error in zip(of_rtn, of_gptq, strict=True)
+        ):
             _replace_rows(solution, rtn_result, rows, exact[0, 1], [])
             row_slice = slice(tile_row, tile_row + 1) if tile else slice(None)
             for key, value in parameters.items():
@@ -174,5 +176,5 @@ def _float64_errors(
         chosen = {key: value[rows] for key, value in solution.parameters.items()}
         decoded = packer.decode(solution.codes[rows], chosen, scheme)
     wide = weight[rows].double()
-    both = (wide - each.double() for each in (values[rows], decoded))
+    both = (wide - approximation.double() for approximation in (values[rows], decoded))
     return torch.stack([factor.objective.evaluate_float64(error) for error in both])

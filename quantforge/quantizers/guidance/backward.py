@@ -239,13 +239,14 @@ class _BackwardStream(ModelStream):
         """
         for key in passed[0].linears:
             inputs, gradients = (
-                torch.cat([each.linears[key][which] for each in passed]) for which in (0, 1)
+                torch.cat([row_gradients.linears[key][which] for row_gradients in passed])
+                for which in (0, 1)
             )
             name = f"{prefix}{key}"
             _check_finite(gradients, f"{name}: the gradients of its output", start)
             visit(OutputGradients(name, start, inputs, gradients))
         # After all calls: the store still holds the output gradients.
-        store.write(start, torch.cat([each.gradients for each in passed]))
+        store.write(start, torch.cat([row_gradients.gradients for row_gradients in passed]))
 
 
 def _check_finite(values: Tensor, what: str, start: int) -> None:
@@ -274,7 +275,7 @@ def draw_labels(logits: Tensor, seed: int, first: int) -> Tensor:
         for start in range(0, len(row), step):
             run = slice(start, start + step)
             cumulative = row[run].double().softmax(-1).cumsum(-1)
-            wanted = uniform[run, None] * cumulative[:, -1:]
-            found = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
-            labels[index, run] = found.clamp(max=logits.shape[2] - 1)
+            quantiles = uniform[run, None] * cumulative[:, -1:]
+            token_ids = torch.searchsorted(cumulative, quantiles, right=True)[:, 0]
+            labels[index, run] = token_ids.clamp(max=logits.shape[2] - 1)
     return labels

@@ -106,8 +106,10 @@ class OutputRecorder:
             outputs = run(states)
             recorded: dict[str, tuple[Tensor, Tensor]] = self._thread_local.found
             del self._thread_local.found
-            wanted = [states, *parameters, *(output for _, output in recorded.values())]
-            first, *others = torch.autograd.grad(outputs, wanted, gradients_of(outputs.detach()))
+            differentiated = [states, *parameters, *(output for _, output in recorded.values())]
+            first, *others = torch.autograd.grad(
+                outputs, differentiated, gradients_of(outputs.detach())
+            )
         more = len(parameters)
         rows = len(states)
         linears = {
@@ -203,7 +205,10 @@ class MixtureGradients:
         visit: Callable[[OutputGradients], None],
     ) -> None:
         """Run one expert forward and backward on some of its tokens."""
-        places, held = self._experts.linears_of(number), self._experts.load_expert(number)
+        stack_slices, parameters = (
+            self._experts.linears_of(number),
+            self._experts.load_expert(number),
+        )
         parts = list(
             zip(
                 torch.split(tokens, TOKENS_PER_RUN),
@@ -212,20 +217,28 @@ class MixtureGradients:
             )
         )
         passed = run_parallel(partial(self._backward_tokens, number), parts) if len(tokens) else []
-        for (part, _), one in zip(parts, passed, strict=False):
-            sums = self._input_gradients.gather(part) + one.states
+        for (part, _), expert_gradients in zip(parts, passed, strict=False):
+            sums = self._input_gradients.gather(part) + expert_gradients.states
             self._input_gradients.scatter(part, sums)
-            self._weights[part] += one.weights[:, None] * self._tokens.places(number, part)
-        for linear, stack_slice in places.items():
+            self._weights[part] += expert_gradients.weights[:, None] * self._tokens.places(
+                number, part
+            )
+        for linear, stack_slice in stack_slices.items():
             name = stack_slice.stack.parameter
-            rows, columns = stack_slice.stack.matrix(held[name], stack_slice.linear_index, 0).shape
+            rows, columns = stack_slice.stack.matrix(
+                parameters[name], stack_slice.linear_index, 0
+            ).shape
             inputs, products = torch.empty(0, columns), torch.empty(0, rows)
             if passed:
-                inputs = torch.cat([one.stacks[name][0] for one in passed])
+                inputs = torch.cat(
+                    [expert_gradients.stacks[name][0] for expert_gradients in passed]
+                )
                 products = torch.cat(
                     [
-                        stack_slice.stack.rows_of(one.stacks[name][1].T, stack_slice.linear_index).T
-                        for one in passed
+                        stack_slice.stack.rows_of(
+                            expert_gradients.stacks[name][1].T, stack_slice.linear_index
+                        ).T
+                        for expert_gradients in passed
                     ]
                 )
                 self._check(products, f"{prefix}{linear}", tokens)
@@ -238,9 +251,9 @@ class MixtureGradients:
             device = self._experts.device(number)
             states = self._tokens.states(tokens).to(device).detach().requires_grad_()
             outputs, watcher = self._experts.run_recorded(number, states)
-            wanted = [states, *watcher.products.values()]
+            differentiated = [states, *watcher.products.values()]
             expert_output_gradients = (output_gradients * weights[:, None]).to(outputs)
-            first, *others = torch.autograd.grad(outputs, wanted, expert_output_gradients)
+            first, *others = torch.autograd.grad(outputs, differentiated, expert_output_gradients)
         return _ExpertGradients(
             first.cpu(),
             (outputs.detach().cpu().float() * output_gradients).sum(1),

@@ -70,8 +70,8 @@ class TokenWeights:
             self._file = recreate_file(path) if runs is None else open_existing(path, os.O_RDWR)
             if runs is None and size:
                 system.allocate(self._file, size)
-        for name, found in (runs or {}).items():
-            self.runs[name] = [(offset, count) for offset, count in found]
+        for name, row_runs in (runs or {}).items():
+            self.runs[name] = [(offset, count) for offset, count in row_runs]
         self.rows_seen = dict.fromkeys((*linears, *self.runs), 0)
 
     def __enter__(self) -> Self:
@@ -125,13 +125,13 @@ class TokenWeights:
         """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``; 0 for unread tokens."""
         if linear in self._offsets:
             return self._read(self._offsets[linear], torch.empty(self._shape))
-        found = torch.zeros(self._shape)
-        flat = found.view(-1, self._shape[2])
+        weights = torch.zeros(self._shape)
+        flat = weights.view(-1, self._shape[2])
         for offset, count in self.runs[linear]:
             tokens = self._read(offset, torch.empty(count, dtype=torch.int32)).long()
             tokens.clamp_(0, len(flat) - 1)  # a damaged file, which the checksum detects
             flat[tokens] = self._read(offset + 4 * count, torch.empty(count, self._shape[2]))
-        return found
+        return weights
 
     def finish(self) -> None:
         """Flush the file to disk."""
@@ -147,12 +147,12 @@ class TokenWeights:
             self._write(self._end, values)
             self._end += values.nbytes
 
-    def _read(self, offset: int, found: Tensor) -> Tensor:
+    def _read(self, offset: int, out: Tensor) -> Tensor:
         """Fill a contiguous tensor with bytes from an offset, and return it."""
-        view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
+        view = memoryview(out.view(-1).view(torch.uint8).numpy().data)
         if not system.read_into(self._file, view, offset):
             raise no_space_error(self._path, self._bytes, "the file ends early")
-        return found
+        return out
 
     def _write(self, offset: int, values: Tensor) -> None:
         view = memoryview(values.view(-1).view(torch.uint8).numpy().data)

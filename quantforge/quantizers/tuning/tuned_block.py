@@ -107,13 +107,13 @@ class TunedLinears:
         combined: dict[ParameterName, Tensor] = {}
         for name, some in parts.items():
             sums = self.matrices[name].combine_strips(some, share)
-            combined |= {(name, key): one for key, one in sums.items()}
+            combined |= {(name, key): gradient for key, gradient in sums.items()}
         run_parallel(update_strip, strips)
         return combined
 
     def _strips(self) -> list[tuple[str, slice]]:
         """Return strips of rows that may be processed in parallel."""
-        return [(name, rows) for name, one in self.matrices.items() for rows in one.strips()]
+        return [(name, rows) for name, matrix in self.matrices.items() for rows in matrix.strips()]
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self._module.get_parameter(f"{name}.weight")
@@ -200,13 +200,17 @@ class TunedBlock:
     @property
     def learned(self) -> list[LearnedFactor]:
         """Return all tuned scales and gains, in a fixed order."""
-        scales = [one for matrix in self.matrices.values() for one in matrix.scales.values()]
+        scales = [scale for matrix in self.matrices.values() for scale in matrix.scales.values()]
         return [*scales, *self.gains.values()]
 
     @property
     def codes(self) -> list[LearnedCodes]:
         """Return all tuned codes and integer parameters, in a fixed order."""
-        return [one for matrix in self.matrices.values() for one in matrix.codes.values()]
+        return [
+            learned_codes
+            for matrix in self.matrices.values()
+            for learned_codes in matrix.codes.values()
+        ]
 
     def run(self, number: int, row: MicroBatch) -> Tensor:
         """Run the filled block on a row, given its index among the rows of the pass."""
@@ -242,13 +246,13 @@ class TunedBlock:
             Gradients of the input of each row, and of all factors, summed over the rows in order; None for factors of
             an expert without tokens in the rows. Errors as `MixtureGradients.backward` and ``output_gradient``.
         """
-        found: dict[ParameterName, Tensor] = {}
+        gradients: dict[ParameterName, Tensor] = {}
         moves: dict[ParameterName, Tensor] = {}
 
         def visit(linear: str, gradient: Tensor) -> None:
             matrix = self.matrices[linear]
             for key, one in matrix.scale_gradients(gradient).items():
-                _accumulate(found, (linear, key), one)
+                _accumulate(gradients, (linear, key), one)
             if moves and _module_of(linear) != _module_of(next(iter(moves))[0]):
                 self._update_codes(moves, share)  # of an expert that is finished
             for key, one in matrix.code_gradients(gradient).items():
@@ -274,14 +278,16 @@ class TunedBlock:
             )
             passed = run_parallel(back, [*enumerate(rows)])
         self._update_codes(moves, share)
-        found |= self.linears.update([one.linears for one, _ in passed], share)
+        gradients |= self.linears.update(
+            [parameter_gradient.linears for parameter_gradient, _ in passed], share
+        )
         self.linears.release()
         for _, vectors in passed:
             for name, gradient in zip(self.gains, vectors, strict=True):
-                _accumulate(found, (name, ""), gradient)
+                _accumulate(gradients, (name, ""), gradient)
         scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
-        factors = [found.get(name) for name in (*scales, *((norm, "") for norm in self.gains))]
-        return [one.gradients for one, _ in passed], factors
+        factors = [gradients.get(name) for name in (*scales, *((norm, "") for norm in self.gains))]
+        return [parameter_gradient.gradients for parameter_gradient, _ in passed], factors
 
     def fill(self) -> None:
         """Fill the module with the current weights and gains; experts are filled when they run."""
@@ -315,7 +321,7 @@ class TunedBlock:
             gains,
         )
         pairs = zip(self.gains.values(), passed.others, strict=True)
-        return passed, [one.gradient(gradient) for one, gradient in pairs]
+        return passed, [call_recorder.gradient(gradient) for call_recorder, gradient in pairs]
 
     def _update_codes(self, moves: dict[ParameterName, Tensor], share: float) -> None:
         """Update codes by their gradients, and free the gradients."""

@@ -89,12 +89,12 @@ class TunedExperts:
             number, (row, gradients) = numbered
             mixture.record_gradients(number, lambda: self._run(number, row), gradients)
 
-        def seen(one: OutputGradients) -> None:
-            linear = one.name.removeprefix(prefix)
-            if len(one.inputs) and linear in self._linears:
+        def seen(output_gradients: OutputGradients) -> None:
+            linear = output_gradients.name.removeprefix(prefix)
+            if len(output_gradients.inputs) and linear in self._linears:
                 self._reached.add(self._expert_of[linear])
                 with one_thread():
-                    visit(linear, one.gradients.T @ one.inputs)
+                    visit(linear, output_gradients.gradients.T @ output_gradients.inputs)
 
         with mixture.recording():
             run_parallel(record_gradients, [*enumerate(zip(rows, output_gradients, strict=True))])
@@ -121,16 +121,22 @@ class TunedExperts:
             run_parallel(keep, [*enumerate(rows)])
         self._experts.run_all()
 
-    def _read_parameters(self, number: int, places: Mapping[str, StackSlice]) -> dict[str, Tensor]:
+    def _read_parameters(
+        self, number: int, stack_slices: Mapping[str, StackSlice]
+    ) -> dict[str, Tensor]:
         """Return the parameters of an expert, each ``[1, ...]``."""
-        codes = [linear for linear in places if linear in self._linears]
-        kept = {linear: place for linear, place in places.items() if linear not in codes}
-        found = self._source(number, kept)
+        codes = [linear for linear in stack_slices if linear in self._linears]
+        untuned_slices = {
+            linear: stack_slice
+            for linear, stack_slice in stack_slices.items()
+            if linear not in codes
+        }
+        parameters = self._source(number, untuned_slices)
 
         def decode(linear: str) -> None:
-            place = places[linear]
-            matrix = place.stack.matrix(found[place.stack.parameter], place.linear_index, 0)
+            place = stack_slices[linear]
+            matrix = place.stack.matrix(parameters[place.stack.parameter], place.linear_index, 0)
             matrix.copy_(self._linears[linear].weight())
 
         run_parallel(decode, codes)
-        return found
+        return parameters

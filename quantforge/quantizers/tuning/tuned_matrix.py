@@ -106,8 +106,8 @@ class TunedMatrix:
 
     def result(self) -> QuantizedTensor:
         """Return the linear with its current scales and codes."""
-        changed = {key: one.stored() for key, one in self.scales.items()}
-        changed |= {key: one.stored() for key, one in self.codes.items()}
+        changed = {key: learned.stored() for key, learned in self.scales.items()}
+        changed |= {key: learned.stored() for key, learned in self.codes.items()}
         codes = changed.pop(CODES, self.tensor.codes)
         return replace(self.tensor, codes=codes, parameters={**self.tensor.parameters, **changed})
 
@@ -148,7 +148,9 @@ class TunedMatrix:
         """
         if not self._is_uniform_integer:
             gradients = self.code_gradients(gradient).items()
-            squares = {key: self.codes[key].accumulate(one) for key, one in gradients}
+            squares = {
+                key: self.codes[key].accumulate(code_gradient) for key, code_gradient in gradients
+            }
             return StripGradients(self.scale_gradients(gradient), squares)
         scales, now = self.scales["scales"], self._current_scales(rows)
         codes, moved = self.codes.get(CODES), dict[str, Tensor]()
@@ -165,16 +167,16 @@ class TunedMatrix:
         ``share`` is the current share of the initial learning rate of codes.
         """
         strip_gradients = [*strips]
-        for key, one in self.codes.items():
-            one.combine_strips([strip.sums[key] for strip in strip_gradients], share)
+        for key, codes in self.codes.items():
+            codes.combine_strips([strip.sums[key] for strip in strip_gradients], share)
         return {
             key: torch.cat([strip.factors[key] for strip in strip_gradients]) for key in self.scales
         }
 
     def update_strip(self, rows: slice) -> None:
         """Update the codes of a strip of rows: the last part of an optimizer step."""
-        for one in self.codes.values():
-            one.update_strip(rows if self._is_uniform_integer else ALL_ROWS)
+        for codes in self.codes.values():
+            codes.update_strip(rows if self._is_uniform_integer else ALL_ROWS)
 
     def scale_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of the scale factors, given that of the matrix ``[out_features, in_features]``."""
@@ -183,10 +185,10 @@ class TunedMatrix:
             products = self._unscaled_values(ALL_ROWS).mul_(gradient)
             return {"scales": scales.gradient(_by_group(products, scales.start).sum(-1))}
         now, gradients = self.result(), {}
-        none = {key: torch.zeros_like(one.start) for key, one in self.scales.items()}
-        for key, one in self.scales.items():
-            products = gradient * _decoded(now, none | {key: torch.ones_like(one.start)})
-            gradients[key] = one.gradient(products.reshape(*one.start.shape, -1).sum(-1))
+        none = {key: torch.zeros_like(scale.start) for key, scale in self.scales.items()}
+        for key, scale in self.scales.items():
+            products = gradient * _decoded(now, none | {key: torch.ones_like(scale.start)})
+            gradients[key] = scale.gradient(products.reshape(*scale.start.shape, -1).sum(-1))
         return gradients
 
     def code_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
@@ -194,10 +196,10 @@ class TunedMatrix:
         if self._is_uniform_integer and self.codes:
             return {CODES: self._multiply_scales(gradient.clone(), ALL_ROWS)}
         now, gradients = self.result(), {}
-        for key, one in self.codes.items():
-            step = _decoded(now, {key: torch.ones_like(one.start)})
-            step -= _decoded(now, {key: torch.zeros_like(one.start)})
-            gradients[key] = (gradient * step).reshape(*one.start.shape, -1).sum(-1)
+        for key, codes in self.codes.items():
+            step = _decoded(now, {key: torch.ones_like(codes.start)})
+            step -= _decoded(now, {key: torch.zeros_like(codes.start)})
+            gradients[key] = (gradient * step).reshape(*codes.start.shape, -1).sum(-1)
         return gradients
 
     @property
@@ -247,8 +249,10 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
         return {CODES: LearnedCodes(tensor.codes, code_range(scheme), rate)}
     block, learned = scheme.block, dict[str, LearnedCodes]()
     if block is not None and block.units is not None:
-        kept = (key for key in INTEGER_PARAMETERS if key in tensor.parameters)
-        learned = {key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in kept}
+        integer_keys = (key for key in INTEGER_PARAMETERS if key in tensor.parameters)
+        learned = {
+            key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in integer_keys
+        }
     if scheme.code_values:
         learned[CODES] = LearnedTableCodes.of(tensor.codes, scheme.code_values, rate)
     elif block is not None and block.vector == 1:  # else a code picks a point
@@ -385,8 +389,8 @@ class LearnedTableCodes(LearnedCodes):
     def of(cls, codes: Tensor, values: Sequence[int], rate: float) -> LearnedTableCodes:
         """Create from codes that index ``values``; the first of equal values represents all of them."""
         rising = sorted({value: code for code, value in reversed([*enumerate(values)])}.items())
-        places = {value: index for index, (value, _) in enumerate(rising)}
-        place_of = torch.tensor([places[value] for value in values], dtype=torch.uint8)
+        index_of_value = {value: index for index, (value, _) in enumerate(rising)}
+        place_of = torch.tensor([index_of_value[value] for value in values], dtype=torch.uint8)
         gaps = torch.tensor([value for value, _ in rising], dtype=torch.float32).diff()
         sorted_codes = torch.tensor([code for _, code in rising], dtype=torch.uint8)
         start, limits = look_up(place_of, codes), (0, len(rising) - 1)
@@ -440,27 +444,27 @@ class LearnedFactor:
     @classmethod
     def resume(cls, start: Tensor, now: Tensor, rate: float, offset: float) -> LearnedFactor:
         """Create from the original value ``start`` and the value ``now`` that is stored for it."""
-        one = cls.of(start, now.dtype, rate, offset)
-        factor = (now.float() + offset) / (one.start + offset) - 1
-        one.factor.copy_(
+        learned = cls.of(start, now.dtype, rate, offset)
+        factor = (now.float() + offset) / (learned.start + offset) - 1
+        learned.factor.copy_(
             torch.where(factor.isfinite(), factor, 0).clamp(
                 -MAX_RELATIVE_CHANGE, MAX_RELATIVE_CHANGE
             )
         )
-        one.known = (one.factor.clone(), now)
-        return one
+        learned.known = (learned.factor.clone(), now)
+        return learned
 
     def stored(self, rows: slice = ALL_ROWS) -> Tensor:
         """Return the current value of a strip of rows in its stored type."""
-        before, own = self.start[rows], self.factor[rows]
+        before, row_factor = self.start[rows], self.factor[rows]
         start = before + self.offset
-        value = (start + start * own - self.offset).to(self.dtype)
+        value = (start + start * row_factor - self.offset).to(self.dtype)
         seen = value.float()  # of floats of 8 bits torch compares none
-        kept = seen.isfinite() & ((seen != 0) | (before == 0))
-        stored_factor = torch.where(kept, seen, before)
+        is_storable = seen.isfinite() & ((seen != 0) | (before == 0))
+        stored_factor = torch.where(is_storable, seen, before)
         if self.known is not None:  # to the last bit
-            factor, now = (one[rows] for one in self.known)
-            stored_factor = torch.where(own == factor, now.float(), stored_factor)
+            factor, now = (tensor[rows] for tensor in self.known)
+            stored_factor = torch.where(row_factor == factor, now.float(), stored_factor)
         return stored_factor.to(self.dtype)
 
     def step(self, gradient: Tensor | None, share: float) -> None:

@@ -292,19 +292,19 @@ class TuningStream(ModelStream):
         See `TunedBlock.backward`.
         """
         reached = self._forward(blocks, states[0], rows)
-        behind = [
+        row_gradients = [
             gradient for _, gradient in self._divergence_gradients(rows, reached.pop(), states[1])
         ]
         scale = 1 / (len(rows) * self._rows.shape[1])
-        found: list[list[Tensor | None]] = []
+        sums_by_block: list[list[Tensor | None]] = []
         for index in reversed(range(len(blocks))):
             block = blocks[index]
             batches = self._single(index, rows, reached.pop())
-            known = dict(zip(rows, behind, strict=True))
-            behind, sums = block.backward(batches, partial(_of_row, known), share)
-            _check_finite(block.decoder_block, behind, rows)
-            found.append([one if one is None else one * scale for one in sums])
-        return [gradient for own in reversed(found) for gradient in own]
+            known = dict(zip(rows, row_gradients, strict=True))
+            row_gradients, sums = block.backward(batches, partial(_of_row, known), share)
+            _check_finite(block.decoder_block, row_gradients, rows)
+            sums_by_block.append([total if total is None else total * scale for total in sums])
+        return [gradient for block_sums in reversed(sums_by_block) for gradient in block_sums]
 
     def _divergence_gradients(
         self, rows: list[int], last: list[Tensor], targets: HiddenStates
@@ -313,26 +313,28 @@ class TuningStream(ModelStream):
 
         def one(pair: tuple[int, Tensor]) -> tuple[float, Tensor]:
             row, states = pair
-            wanted = targets.read(row, row + 1).to(self._device)
+            reference_states = targets.read(row, row + 1).to(self._device)
             with one_thread(), torch.no_grad():
-                source = self._run_end(self._model, row, wanted).logits.float().log_softmax(-1)
+                source = (
+                    self._run_end(self._model, row, reference_states).logits.float().log_softmax(-1)
+                )
             with one_thread(), torch.enable_grad():
                 states = states.detach().requires_grad_()
                 logits = self._run_end(self._model, row, states).logits
                 with torch.no_grad():
-                    own = logits.detach().float().log_softmax(-1)
+                    log_probs = logits.detach().float().log_softmax(-1)
                     likely = source.exp()
-                    value = float((likely * (source - own)).sum(dtype=torch.float64))
-                    gradients = own.exp_().sub_(likely).to(logits.dtype)
+                    value = float((likely * (source - log_probs)).sum(dtype=torch.float64))
+                    gradients = log_probs.exp_().sub_(likely).to(logits.dtype)
                 (gradient,) = torch.autograd.grad(logits, [states], gradients)
             return value, gradient
 
         rows_at_once = max(1, MAX_LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
         pairs = [*zip(rows, last, strict=True)]
-        found: list[tuple[float, Tensor]] = []
+        row_results: list[tuple[float, Tensor]] = []
         for first in range(0, len(pairs), rows_at_once):
-            found += run_parallel(one, pairs[first : first + rows_at_once])
-        return found
+            row_results += run_parallel(one, pairs[first : first + rows_at_once])
+        return row_results
 
 
 def optimize_blocks(
@@ -359,18 +361,18 @@ def optimize_blocks(
         loss: returns the loss on held-out rows.
         report: called with the share of the work done, and the smallest loss so far.
     """
-    learned = [one for block in blocks for one in block.learned]
+    learned = [item for block in blocks for item in block.learned]
     best, restore = before, _snapshot(blocks)
-    count, each = rows
+    count, rows_per_step = rows
     generator = torch.Generator().manual_seed(seed)
-    steps, step = epochs * -(-count // each), 0
+    steps, step = epochs * -(-count // rows_per_step), 0
     for _ in range(epochs):
         order = torch.randperm(count, generator=generator).tolist()
-        for first in range(0, count, each):
+        for first in range(0, count, rows_per_step):
             share = 0.5 + 0.5 * cos(pi * step / steps)
-            found = gradients(order[first : first + each], share)
-            for one, gradient in zip(learned, found, strict=True):
-                one.step(gradient, share)
+            step_gradients = gradients(order[first : first + rows_per_step], share)
+            for item, gradient in zip(learned, step_gradients, strict=True):
+                item.step(gradient, share)
             step += 1
             report(step / steps, best)
         after = loss()
@@ -383,8 +385,10 @@ def optimize_blocks(
 
 def _snapshot(blocks: Sequence[TunedBlock]) -> Callable[[], None]:
     """Copy all tuned values of blocks; return a function that restores them."""
-    factors = [(one, one.factor.clone()) for block in blocks for one in block.learned]
-    codes = [(one, one.snapshot()) for block in blocks for one in block.codes]
+    factors = [
+        (parameter, parameter.factor.clone()) for block in blocks for parameter in block.learned
+    ]
+    codes = [(parameter, parameter.snapshot()) for block in blocks for parameter in block.codes]
 
     def restore() -> None:
         for learned, factor in factors:
