@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                             "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
 }  # fmt: skip
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model with some values changed."""
+    from transformers import AutoConfig
+
+    model_type, values = {**FAMILIES, **WRITTEN}[name]
+    made = AutoConfig.for_model(model_type, **{**values, **changes})
+    found: dict[str, Any] = json.loads(made.to_json_string())
+    return found
 
 
 def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

@@ -23,6 +23,7 @@ from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe, tree
+from tests.thorough import each_value, further, usual
 
 FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 SCHEMES = ("int4:g128:sym", "int4:g128:asym", "int3:g128:sym", "int8:g128:sym")
@@ -72,8 +73,15 @@ def storable(scheme: str, form: str) -> bool:
     return form != "awq" or scheme.startswith("int4")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("source", FORMATS)
+# Each format of a scheme that all hold; each scheme, and one that a format does not hold.
+PAIRS = [
+    *((SCHEMES[0], source) for source in FORMATS),
+    *((scheme, FORMATS[0]) for scheme in SCHEMES[1:]),
+    (SCHEMES[2], "awq"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "source"), usual(itertools.product(SCHEMES, FORMATS), *PAIRS))
 def test_every_pair_is_exact_or_refused(
     made: Made, tmp_path: Path, scheme: str, source: str
 ) -> None:
@@ -103,7 +111,7 @@ def test_every_pair_is_exact_or_refused(
         assert weights == result.output_bytes
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", usual(SCHEMES, *SCHEMES[1:3]))
 def test_decoded_weights_are_exact_or_counted(made, tiny, tmp_path, scheme):
     """A bfloat16 scale times an integer has more digits than bfloat16 holds: float32 takes it, BF16 by a flag."""
     model = made(scheme, "compressed-tensors")
@@ -171,7 +179,7 @@ def test_weights_beyond_a_type_that_is_asked_for_are_refused(tiny, tmp_path):
     api.export(str(source), None, tmp_path / "out", format="plain", type="BF16")
 
 
-@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize("form", ["gptq", further("gptq_v2"), "awq"])
 def test_groups_are_split_exactly_where_a_format_states_one_size(tiny, tmp_path, form):
     rules = (Rule("down_proj", "int4:g64:asym"), Rule("o_proj", "int4:row:asym"))
     model = tmp_path / "mixed"
@@ -217,8 +225,7 @@ def ordered(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return make
 
 
-@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "compressed-tensors"])
-@pytest.mark.parametrize("target", ["gptq", "gptq_v2"])
+@each_value(("form", ["gptq", "gptq_v2", "compressed-tensors"]), ("target", ["gptq", "gptq_v2"]))
 def test_the_order_of_activations_is_kept_between_the_layouts_of_gptq(
     ordered, tmp_path, form, target
 ):
@@ -293,7 +300,7 @@ def test_a_zero_point_that_the_first_gptq_layout_cannot_spell(tiny, tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", usual(FORMATS, FORMATS[0]))
 def test_export_of_an_unquantized_model_is_plain_rounding(tiny, tmp_path, form):
     model = str(tiny("llama-wide"))
     wanted = recipe(format=form)

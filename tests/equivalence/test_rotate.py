@@ -39,7 +39,7 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
 from tests.runs import command, quantize, recipe, swift
-from tests.thorough import further, one_of_each
+from tests.thorough import further, one_of_each, usual
 
 ROWS = torch.randint(0, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
 ROTATED = (
@@ -90,7 +90,9 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
         assert not torch.allclose(source.read(stored).float(), rotated.read(stored), atol=1e-3)
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize(
+    "family", usual(REFUSED, *("gemma2", "gemma3-multimodal", "cohere", "phi", "olmo", "gpt2"))
+)
 def test_what_is_not_proven_is_refused(tiny: Tiny, family: str) -> None:
     with pytest.raises(RefusedError, match=f"^--method rotate: .*{REFUSED[family]}"):
         apply_source_transforms(open_checkpoint(tiny(family)), ["rotate"])
@@ -151,7 +153,7 @@ def test_a_size_without_a_hadamard_matrix_is_refused(tmp_path: Path) -> None:
         apply_source_transforms(open_checkpoint(tmp_path), ["rotate"])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["phi3", further("llama"), further("qwen2"), "mixtral"])
 def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
     rotated = apply_source_transforms(open_checkpoint(tiny(family)), ["rotate"])
     for name, entry in rotated.entries.items():
@@ -168,10 +170,10 @@ def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
         ("qwen2", "rotate+rtn", {"scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
         further("mixtral", "rotate+rtn", {"scheme": "int8:g32:sym"}),
         further("llama-wide", "rotate+smooth+gptq", {"scheme": "W8A8"}),
-        ("gemma", "rotate+gptq", {"scheme": "int8:g32:sym"}),
-        ("llama-tied", "rotate+rtn", {"format": "gptq", "scheme": "int8:g32:sym"}),
+        further("gemma", "rotate+gptq", {"scheme": "int8:g32:sym"}),
+        further("llama-tied", "rotate+rtn", {"format": "gptq", "scheme": "int8:g32:sym"}),
         further("llama-tied", "rotate+gptq", {"format": "gguf", "type": "Q8_0"}),
-        ("llama-wide", "rotate+rtn", {"format": "mlx", "scheme": "int8:g64:min"}),
+        further("llama-wide", "rotate+rtn", {"format": "mlx", "scheme": "int8:g64:min"}),
         ("llama-tied", "rotate", {"format": "plain"}),
     ],
 )
@@ -268,6 +270,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.thorough
 def test_any_number_of_threads_gives_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
     wanted = recipe("rotate+gptq", scheme="int4:g32:sym")
     for threads in (1, 2):
@@ -300,7 +303,7 @@ def test_strips_of_a_matrix_whose_rows_are_mixed_are_of_one_computation(
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
-    model, wanted = tiny("llama-tied"), recipe("rotate+gptq", scheme="int8:g32:sym")
+    model, wanted = tiny("llama-tied"), swift("rotate+gptq", scheme="int8:g32:sym")
 
     def stop(progress: Progress) -> None:
         if progress.part == "block 0":

@@ -99,16 +99,6 @@ def test_golden_bytes(grid):
             assert digest(x, grid, columns)[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("grid", ENCODED)
-def test_reference_equals_the_library(grid):
-    generator = torch.Generator().manual_seed(1)
-    x = mixed(generator)
-    columns = torch.rand(1024, generator=generator) ** 4 + 1e-4
-    for given in (None, columns):
-        raw = pack_blocks(encode_rows(x, parse(grid), given, "reference"))
-        assert torch.equal(raw, quantized(x, grid, given))
-
-
 def zeros(generator):
     """Blocks of zeros of both signs: alone, and among positive, negative and all values."""
     none = torch.where(torch.rand(24, 512, generator=generator) < 0.5, -0.0, 0.0)
@@ -118,28 +108,30 @@ def zeros(generator):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_zeros_keep_their_signs(grid):
-    generator = torch.Generator().manual_seed(2)
-    x, columns = zeros(generator), torch.rand(512, generator=generator) + 1e-4
-    for given in (None, columns):
+def test_reference_equals_the_library(grid):
+    """Without and with importance; zeros keep their signs; blocks of columns that are all without importance."""
+    generator = torch.Generator().manual_seed(1)
+    hard, signed = mixed(generator), zeros(generator)
+    columns = torch.rand(1024, generator=generator) ** 4 + 1e-4
+    without = columns.clone()
+    without[256:512] = 0
+    cases = [
+        (hard, None),
+        (hard, columns),
+        (hard, without),
+        (signed, None),
+        (signed, columns[:512]),
+    ]
+    for x, given in cases:
         raw = pack_blocks(encode_rows(x, parse(grid), given, "reference"))
         assert torch.equal(raw, quantized(x, grid, given))
 
 
-@pytest.mark.parametrize("grid", ENCODED)
-def test_blocks_of_columns_without_any_importance(grid):
-    generator = torch.Generator().manual_seed(3)
-    x, columns = mixed(generator), torch.rand(1024, generator=generator) + 1e-4
-    columns[256:512] = 0
-    raw = pack_blocks(encode_rows(x, parse(grid), columns, "reference"))
-    assert torch.equal(raw, quantized(x, grid, columns))
-
-
-@pytest.mark.parametrize("name", sorted(GGML_TYPES))
-def test_the_table_of_types_is_that_of_gguf(name):
-    kind, layout = gguf.GGMLQuantizationType[name], GGML_TYPES[name]
-    assert layout.number == kind
-    assert (layout.columns, layout.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+def test_the_table_of_types_is_that_of_gguf():
+    for name, layout in GGML_TYPES.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert layout.number == kind, name
+        assert (layout.columns, layout.block_bytes) == gguf.GGML_QUANT_SIZES[kind], name
 
 
 def random_bytes(name, rows=37, blocks=6):
@@ -148,21 +140,21 @@ def random_bytes(name, rows=37, blocks=6):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize("name", sorted(GGML_TYPES))
-def test_decoding_random_bytes_equals_gguf(name):
-    raw = random_bytes(name)
-    with numpy.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name])
-    expected = torch.from_numpy(expected.astype(numpy.float32))
-    decoded = decode_blocks(raw, name)
-    same = decoded.view(torch.int32) == expected.view(torch.int32)
-    assert bool((same | (decoded.isnan() & expected.isnan())).all())
+def test_decoding_random_bytes_equals_gguf():
+    for name in GGML_TYPES:
+        raw = random_bytes(name)
+        with numpy.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name])
+        expected = torch.from_numpy(expected.astype(numpy.float32))
+        decoded = decode_blocks(raw, name)
+        same = decoded.view(torch.int32) == expected.view(torch.int32)
+        assert bool((same | (decoded.isnan() & expected.isnan())).all()), name
 
 
-@pytest.mark.parametrize("grid", sorted({*ENCODED} - {"tq1_0"}))
-def test_bytes_survive_being_unpacked(grid):
-    raw = random_bytes(grid.upper())
-    assert torch.equal(pack_blocks(unpack_blocks(raw, parse(grid))), raw)
+def test_bytes_survive_being_unpacked():
+    for grid in {*ENCODED} - {"tq1_0"}:
+        raw = random_bytes(grid.upper())
+        assert torch.equal(pack_blocks(unpack_blocks(raw, parse(grid))), raw), grid
 
 
 def test_five_ternary_digits_survive_being_packed():

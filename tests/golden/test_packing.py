@@ -28,14 +28,12 @@ def test_compressed_tensors_words(bits, codes, words):
     assert hexadecimal(pack_rows(to_unsigned_codes(row, bits), bits)) == words
 
 
-@each_value(
-    ("bits", range(2, 9)),
-    ("shape", [(5, 96), (3, 33)]),
-)
-def test_packing_equals_the_library_of_compressed_tensors(bits, shape):
-    tensor = random_tensor(f"int{bits}:row:sym", shape)
-    packed = compressed_tensors.pack("m", tensor)
-    assert torch.equal(packed["m.weight_packed"], pack_to_int32(tensor.codes, bits))
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packing_equals_the_library_of_compressed_tensors(bits):
+    for shape in ((5, 96), (3, 33)):
+        tensor = random_tensor(f"int{bits}:row:sym", shape)
+        packed = compressed_tensors.pack("m", tensor)
+        assert torch.equal(packed["m.weight_packed"], pack_to_int32(tensor.codes, bits))
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -117,9 +115,11 @@ def slow_gptq(packed, bits, shape, offset):
     ]
 
 
-@pytest.mark.parametrize("form", [gptq, gptq_v2])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("kind", ["g32:sym", "g32:asym", "row:sym"])
+@each_value(
+    ("form", [gptq, gptq_v2]),
+    ("bits", [2, 3, 4, 8]),
+    ("kind", ["g32:sym", "g32:asym", "row:sym"]),
+)
 def test_gptq_means_what_a_slow_reader_reads(form, bits, kind):
     tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=form.MIN_ZERO_POINT)
     packed = form.pack("m", tensor)

@@ -16,7 +16,7 @@ from quantforge.verification.opening import open_source
 from quantforge.verification.verify import verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.evaluations import compared, options
-from tests.runs import quantize, recipe
+from tests.runs import quantize, recipe, swift
 from tests.thorough import further, usual
 
 STACKED = ("gpt-oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4-moe")
@@ -24,8 +24,9 @@ NOT_LOADED = ("kimi-linear",)  # by transformers, as plan says
 ONE_BY_ONE = sorted({*MIXTURES} - {*STACKED, *NOT_LOADED, "mixtral", "qwen3-moe"})
 # Kinds of stacks: gate and up interleaved, with biases; one after the other.
 STACKS = ("gpt-oss", "granitemoe")
-# Latent attention with shared experts; a shared expert with a gate of its own; convolutions; linear attention; biases.
-SINGLE = ("deepseek-v3", "qwen2-moe", "lfm2-moe", "qwen3-next", "phimoe")
+# Latent attention with shared experts; convolutions; linear attention beside a shared expert with a gate of its own.
+SINGLE = ("deepseek-v3", "lfm2-moe", "qwen3-next")
+BLIND = CalibrationOptions(source="none")
 MOST = 3e-5  # logits are about 1; packed experts are multiplied in float32 sums of another order
 # linears of three blocks beside the experts, where these are not four in each
 DENSE = {"granitemoeshared": 3 * 6, "granitemoehybrid": 14, "gemma4-moe": 7 + 2 * 6}
@@ -40,10 +41,10 @@ def theirs(path: Path) -> torch.Tensor:
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("method", [further("rtn"), "gptq"])
 def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: str) -> None:
     source = tiny("lfm2")
-    done = quantize(source, tmp_path / "q", recipe(method, scheme="int8:g32:sym"))
+    done = quantize(source, tmp_path / "q", swift(method, scheme="int8:g32:sym"))
     assert len(done.plan.quantized()) == 2 * (2 + 3) + 2 * (4 + 3)
     with torch.inference_mode():
         ours = load(tmp_path / "q").model(IDS).logits
@@ -54,10 +55,10 @@ def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: st
     assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
 
 
-@pytest.mark.parametrize("family", ["gpt2", "openai-gpt"])
+@pytest.mark.parametrize("family", ["gpt2", further("openai-gpt")])
 def test_matrices_of_conv1d_are_decoded_on_loading(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source = tiny(family)
-    wanted = recipe("gptq", scheme="int8:g32:sym", engine="transformers")
+    wanted = swift("gptq", scheme="int8:g32:sym", engine="transformers")
     done = quantize(source, tmp_path / "q", wanted)
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
@@ -70,7 +71,7 @@ def test_matrices_of_conv1d_are_decoded_on_loading(tiny: Tiny, tmp_path: Path, f
 
 def test_convolutions_are_joined_for_transformers(tiny: Tiny, tmp_path: Path) -> None:
     source = tiny("kimi-linear")
-    wanted = recipe(scheme="int8:g32:sym", engine="transformers")
+    wanted = recipe(scheme="int8:g32:sym", engine="transformers", calibration=BLIND)
     done = quantize(source, tmp_path / "q", wanted)
     assert transformers_says(done.plan) == ""
     assert any(
@@ -90,8 +91,7 @@ def transformers_says(plan: Plan) -> str:
 @pytest.mark.parametrize("family", usual(ONE_BY_ONE, *SINGLE))
 def test_mixtures_decode_as_transformers_does(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Experts, shared experts and latent attention are quantized; routers and what weighs experts stay."""
-    blind = CalibrationOptions(source="none")
-    done = quantize(tiny(family), tmp_path / "q", recipe(scheme="int8:g32:sym", calibration=blind))
+    done = quantize(tiny(family), tmp_path / "q", recipe(scheme="int8:g32:sym", calibration=BLIND))
     assert [event.kind for event in done.events] == []
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
@@ -101,15 +101,16 @@ def test_mixtures_decode_as_transformers_does(tiny: Tiny, tmp_path: Path, family
     assert not torch.equal(ours, theirs(tiny(family)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "linears", "method"),
-    [further("mixtral", 16 + 32, "rtn"), ("qwen3-moe", 16 + 23, "awq+gptq")],
+    [("mixtral", 16 + 32, "rtn"), ("qwen3-moe", 16 + 23, "awq+gptq")],
 )
 def test_experts_one_by_one(
     tiny: Tiny, tmp_path: Path, family: str, linears: int, method: str
 ) -> None:
     source = tiny(family)
-    done = quantize(source, tmp_path / "q", recipe(method, scheme="int8:g32:sym"))
+    done = quantize(source, tmp_path / "q", swift(method, scheme="int8:g32:sym"))
     assert (len(done.plan.quantized()), done.plan.peak_memory_bytes > 0) == (linears, True)
     assert done.plan.needs
     assert transformers_says(done.plan) == ""
@@ -128,7 +129,7 @@ def test_experts_that_the_loader_unrolls_are_taken_one_by_one(tiny: Tiny, tmp_pa
     """Of several schemes, and one that stays, too; all that stay are one tensor, which it does not take."""
     source = tiny("llama4")
     rules = (Rule("*layers.2*experts.1.*", "int4:g16:sym"), Rule("*layers.3*experts.2.*", "keep"))
-    wanted = recipe("gptq", scheme="int8:g16:sym", rules=rules)
+    wanted = swift("gptq", scheme="int8:g16:sym", rules=rules)
     done = quantize(source, tmp_path / "q", wanted)
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
@@ -136,7 +137,8 @@ def test_experts_that_the_loader_unrolls_are_taken_one_by_one(tiny: Tiny, tmp_pa
     assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
     checked = verify(tmp_path / "q", source, engine="transformers")
     assert checked.findings == []
-    kept = quantize(source, tmp_path / "k", recipe(scheme="int8:g16:sym", ignore=("*experts*",)))
+    stay = recipe(scheme="int8:g16:sym", ignore=("*experts*",), calibration=BLIND)
+    kept = quantize(source, tmp_path / "k", stay)
     assert "stored as one tensor" in transformers_says(kept.plan)
     (finding,) = verify(tmp_path / "k", source, engine="transformers").findings
     assert "experts.0.down_proj.weight" in finding.detail
@@ -152,11 +154,11 @@ def test_rows_of_queries_that_an_engine_reorders_are_not_packed_for_it(
     assert not made["sglang"].loads
 
 
-@pytest.mark.parametrize("family", usual(STACKED, *STACKS))
+@pytest.mark.parametrize("family", usual(STACKED, STACKS[0]))
 def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Every expert is a tensor of its own; what stock transformers does not join is said, and decoded here rightly."""
-    source, blind = tiny(family), CalibrationOptions(source="none")
-    done = quantize(source, tmp_path / "q", recipe(scheme="int8:g32:sym", calibration=blind))
+    source = tiny(family)
+    done = quantize(source, tmp_path / "q", recipe(scheme="int8:g32:sym", calibration=BLIND))
     dense = DENSE.get(family, 3 * 4)
     assert len(done.plan.quantized()) == dense + 3 * 4 * 3
     assert [event.kind for event in done.events] == []
@@ -190,7 +192,8 @@ def test_transforms_and_feedback_work_on_all_experts(
 ) -> None:
     """An indexer that stays takes the factors of its norm; experts of a stack are calibrated one by one."""
     source = tiny(family)
-    done = quantize(source, tmp_path / "q", recipe("awq+gptq", scheme="int8:g32:sym"))
+    done = quantize(source, tmp_path / "q", swift("awq+gptq", scheme="int8:g32:sym"))
+    assert done.plan.needs
     assert {event.kind for event in done.events} == {"few-calibration-tokens", "expert-few-tokens"}
     report = verify(tmp_path / "q", source)
     assert report.findings == []
@@ -200,10 +203,10 @@ def test_transforms_and_feedback_work_on_all_experts(
         assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
 
 
-@pytest.mark.parametrize("family", usual(STACKED, *STACKS))
+@pytest.mark.parametrize("family", usual(STACKED, STACKS[0]))
 def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source = tiny(family)
-    rest = recipe("gptq", scheme="int8:g32:sym", ignore=("*experts*",))
+    rest = swift("gptq", scheme="int8:g32:sym", ignore=("*experts*",))
     done = quantize(source, tmp_path / "q", rest)
     assert len(done.plan.quantized()) == DENSE.get(family, 3 * 4)
     assert "low-coverage" not in {event.kind for event in done.events}
@@ -215,7 +218,7 @@ def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, fa
 
 def test_experts_that_stay_beside_packed_layers_are_not_joined(tiny: Tiny, tmp_path: Path) -> None:
     source = tiny("mixtral")
-    rest = recipe("awq+gptq", scheme="int8:g32:sym", ignore=("*experts*",))
+    rest = swift("awq+gptq", scheme="int8:g32:sym", ignore=("*experts*",))
     done = quantize(source, tmp_path / "rest", rest)
     assert len(done.plan.quantized()) == 3 * 4
     assert "joins packed experts alone" in transformers_says(done.plan)

@@ -20,7 +20,7 @@ IDS = torch.arange(48)[None] * 7 % 300
 @pytest.mark.parametrize(
     ("family", "scheme", "form", "method"),
     [
-        ("llama-wide", "int3:g32:sym", "compressed-tensors", "gptq"),
+        further("llama-wide", "int3:g32:sym", "compressed-tensors", "gptq"),
         further("llama-wide", "int4:g32:sym", "compressed-tensors", "awq"),
         ("phi3", "int4:g32:sym", "compressed-tensors", "rtn"),
         ("gpt2", "int4:g32:sym", "compressed-tensors", "rtn"),

@@ -17,6 +17,7 @@ from transformers import (
 from quantforge.formats import compressed_tensors as ct
 from quantforge.formats.read_checks import tensor_headers
 from tests.quantized import decoded, kept_plan, plan_of, quantized_plan, random_tensor
+from tests.thorough import further, usual
 
 IDS = torch.arange(48).reshape(1, 48) * 7 % 512
 LOWER_BITS = ["int2:g64:sym:f16", "int3:g128:sym:f32", "int3:row:sym:f16", "int5:g64:sym:f32"]
@@ -73,7 +74,9 @@ def assert_loads(model, directory, **options):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", LOWER_BITS + KERNEL_BITS)
+@pytest.mark.parametrize(
+    "scheme", usual(LOWER_BITS + KERNEL_BITS, *LOWER_BITS[:3:2], *KERNEL_BITS[::4])
+)
 def test_symmetric_schemes_load(tmp_path, scheme):
     model = tiny_llama()
     export(model, linears(scheme), tmp_path)
@@ -86,7 +89,9 @@ def test_a_tied_model_loads(tmp_path):
     assert_loads(model, tmp_path)
 
 
-@pytest.mark.parametrize("scheme", ["int4:g128:asym:f32", "int3:g64:asym:f32", "int8:row:asym:f32"])
+@pytest.mark.parametrize(
+    "scheme", ["int4:g128:asym:f32", further("int3:g64:asym:f32"), further("int8:row:asym:f32")]
+)
 def test_asymmetric_schemes_load_dequantized(tmp_path, scheme):
     """Packed zero points load in no other way with compressed-tensors 0.18 to 0.20.
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from quantforge import api
 from quantforge.settings import Settings
 from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
-from tests.runs import quantize, recipe, tree
+from tests.runs import quantize, recipe, swift, tree
+from tests.thorough import further
 
 METHODS = ("rtn", "awq+gptq")
 # One process runs every method: what surrounds a run is the same for all of them.
@@ -25,11 +26,11 @@ import tests.conftest  # which has loops that were compiled read, not compiled a
 from pathlib import Path
 from quantforge import api
 from quantforge.settings import Settings
-from tests.runs import recipe
+from tests.runs import swift
 model, out, threads, *methods = sys.argv[1:]
 torch.set_num_threads(int(threads))
 for method in methods:
-    api.quantize(model, recipe(method), Path(out) / method, Settings(threads=int(threads)))
+    api.quantize(model, swift(method), Path(out) / method, Settings(threads=int(threads)))
 """
 
 
@@ -37,7 +38,7 @@ def here(model: Path, out: Path, methods: Sequence[str] = METHODS) -> None:
     """Run the same in this process, on one thread."""
     out.mkdir()
     for method in methods:
-        api.quantize(str(model), recipe(method), out / method, Settings(threads=1))
+        api.quantize(str(model), swift(method), out / method, Settings(threads=1))
 
 
 def elsewhere(
@@ -90,7 +91,7 @@ def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
     ("method", "form"),
     [
         ("gptq", "compressed-tensors"),
-        *(("rtn", form) for form in ("gptq_v2", "awq")),
+        *(further("rtn", form) for form in ("gptq_v2", "awq")),
     ],
 )
 def test_shards_hold_the_same_tensors(tiny: Tiny, tmp_path: Path, form: str, method: str) -> None:
@@ -100,7 +101,7 @@ def test_shards_hold_the_same_tensors(tiny: Tiny, tmp_path: Path, form: str, met
         quantize(
             model,
             tmp_path / name,
-            recipe(method, format=form, scheme=scheme, max_shard_bytes=limit),
+            swift(method, format=form, scheme=scheme, max_shard_bytes=limit),
         )
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 3
@@ -112,13 +113,13 @@ def test_shards_hold_the_same_tensors(tiny: Tiny, tmp_path: Path, form: str, met
 
 def test_memory_or_disk_for_hidden_states_is_not_seen_in_the_result(tiny, tmp_path):
     for place in ("memory", "disk"):
-        quantize(tiny("llama-wide"), tmp_path / place, recipe("gptq"), activations=place)
+        quantize(tiny("llama-wide"), tmp_path / place, swift("gptq"), activations=place)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
 
 
 def test_nothing_in_the_result_tells_where_it_was_made(tiny, tmp_path):
     model = tiny("llama-wide")
-    quantize(model, tmp_path / "out", recipe("gptq"))
+    quantize(model, tmp_path / "out", swift("gptq"))
     api.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
     for path in [*(tmp_path / "out").iterdir(), *(tmp_path / "again").iterdir()]:
         data = path.read_bytes()

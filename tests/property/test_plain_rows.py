@@ -20,7 +20,7 @@ from quantforge.quantizers.gptq.hessian import Factor, factorize
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import LayerScheme, Scheme
 from tests.conftest import Tiny
-from tests.thorough import further
+from tests.thorough import usual
 from tests.unit.quantizers.test_awq import first_block, layers_of, observed
 
 SCHEMES = [
@@ -75,7 +75,13 @@ def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Ro
     return weights, inputs.T @ inputs / tokens, Rounding(scales=scales, gptq=options)
 
 
-@pytest.mark.parametrize("grid", [further(grid) if grid == "iq1_s" else grid for grid in SCHEMES])
+# A grid of each kind with scales of each kind.
+FEW = ("int2:g16:asym", "int4:row:asym:f32", "int4:tensor:sym", "int4:g16:min", "nf4:g16:sym:double", "nvfp4", "mxfp8",
+       "fp8_e4m3:row", "fp8_e4m3:tensor", "fp8_e4m3:4x16", "q4_0", "q3_k", "q4_k", "iq4_xs", "tq2_0", "mxfp4",
+       "iq2_xxs", "iq3_s")  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", usual(SCHEMES, *FEW))
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObject) -> None:
@@ -87,7 +93,15 @@ def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObj
 
 @pytest.mark.parametrize(
     ("transform", "grid"),
-    [(awq, "int4:g16:asym"), (awq, "nf4:g16"), (smooth, "int4:g32:sym"), (smooth, "fp8_e4m3:row")],
+    usual(
+        [
+            (awq, "int4:g16:asym"),
+            (awq, "nf4:g16"),
+            (smooth, "int4:g32:sym"),
+            (smooth, "fp8_e4m3:row"),
+        ],
+        *((awq, "int4:g16:asym"), (smooth, "fp8_e4m3:row")),
+    ),
 )
 def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> None:
     generator, scheme = torch.Generator().manual_seed(7), parse(grid)
@@ -105,7 +119,11 @@ def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> 
 
 
 @pytest.mark.parametrize(
-    "grid", ["int4:g16:asym", "nf4:g16", "fp8_e4m3:4x16", "int4:tensor:sym", "q4_0"]
+    "grid",
+    usual(
+        ["int4:g16:asym", "nf4:g16", "fp8_e4m3:4x16", "int4:tensor:sym", "q4_0"],
+        *("int4:g16:asym", "fp8_e4m3:4x16", "int4:tensor:sym"),
+    ),
 )
 def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
     grid: str, monkeypatch: pytest.MonkeyPatch
