@@ -23,7 +23,7 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     from quantforge.plans import Action
 
     source_form = open_checkpoint(source)
-    if any("source form:" in note for note in plan.notes):
+    if any("source layout:" in note for note in plan.notes):
         source_form = running_layout(source_form)
     view = one_by_one(source_form)  # plans name single experts of a stack
     kinds = _kinds(family)
