@@ -16,6 +16,7 @@ from quantforge.model.skeleton import build_skeleton
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.plans import StoredTensor
 from quantforge.runtime.load import load
+from tests.thorough import usual
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import tiny_families
@@ -44,7 +45,22 @@ def stored(path: Path) -> list[StoredTensor]:
     return [entry.to_stored_tensor() for entry in open_checkpoint(path).entries.values()]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    usual(
+        FAMILIES,
+        *(
+            "phimoe",
+            "granitemoe",
+            "mamba2",
+            "qwen3_vl",
+            "gemma4_unified",
+            "qwen3_next",
+            "nemotron_h",
+            "zamba2",
+        ),
+    ),
+)
 def test_what_is_loaded_is_what_transformers_loads(family: Any, name: str) -> None:
     """All weights are equal bit for bit; sums of products may depend on where in memory the weights lie."""
     path = family(name)

@@ -108,7 +108,7 @@ def test_experts_without_shared_ones_are_written(tmp_path):
     assert computes_the_same(model, tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("name", ["granitemoe", "gpt_oss"])
+@pytest.mark.parametrize("name", [further("granitemoe"), "gpt_oss"])
 def test_quantized_experts_compute_what_they_did(name, tmp_path):
     """Experts of a stack are rounded one by one and stacked again, gate and up apart."""
     model = gguf_models.make(name, tmp_path / "m")
@@ -261,7 +261,7 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 # Superblocks with and without minima, blocks of 32, values of a table.
-@pytest.mark.parametrize("kind", [further("Q3_K_M"), "Q4_K_M", further("Q5_0"), "IQ4_XS"])
+@pytest.mark.parametrize("kind", [further("Q3_K_M"), "Q4_K_M", further("Q5_0"), further("IQ4_XS")])
 def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
     from quantforge.runtime.load import load
 

@@ -123,7 +123,7 @@ def files(draw: st.DrawFn) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=200)
 @given(files())
 @example(b"\x02\0\0\0\0\0\0\0{}")
 def test_what_is_accepted_the_library_reads_alike(data: bytes) -> None:
@@ -140,7 +140,7 @@ VALID = safetensors.torch.save(
 )
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=200)
 @given(
     st.lists(
         st.tuples(
