@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 _EXPERT_COUNT_KEY = re.compile(r"experts?$|^n(um)?_?(local_|routed_)?experts", re.IGNORECASE)
 _OTHER_EXPERT_KEY = re.compile(r"per_tok|top_?k|active|shared|group|_dim|_size", re.IGNORECASE)
-_NOT_ROUTER = re.compile(
+_NEVER_ROUTERS = re.compile(
     r"attn|attention|mixer|mamba|(^|\.)experts\.|norm|embed|conv", re.IGNORECASE
 )
 _INDEXER_WEIGHTS = re.compile(r"indexer\.(\w+\.)?weights_proj(\.|$)")
@@ -71,7 +71,7 @@ def find_routers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, .
     )
     names = set()
     for name, shape in shapes.items():
-        if len(shape) != 2 or not name.endswith(".weight") or _NOT_ROUTER.search(name):
+        if len(shape) != 2 or not name.endswith(".weight") or _NEVER_ROUTERS.search(name):
             continue
         parent = name.rpartition(".")[0].rpartition(".")[0]
         is_only_one = same_shape[parent, shape] == 1

@@ -32,7 +32,7 @@ def _output_option(*flags: str, **keywords: Any) -> Any:
 
 
 Reference = Annotated[str, typer.Argument(help="The model to compare with.", metavar="REFERENCE")]
-Descendants = Annotated[
+ComparedModels = Annotated[
     list[str] | None, typer.Argument(help="Models that descend from it.", metavar="[MODEL]...")
 ]
 Text = Annotated[
@@ -149,7 +149,7 @@ AllowCode = Annotated[
 
 def evaluate(
     reference: Reference,
-    models: Descendants = None,
+    models: ComparedModels = None,
     text: Text = None,
     windows: WindowCount = 80,
     length: WindowLength = 512,

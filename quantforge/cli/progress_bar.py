@@ -148,7 +148,7 @@ class BarMeter:
 
 
 class LineMeter:
-    """Progress as lines on stderr: for news, and after some time without a line."""
+    """Progress as lines on stderr: one for each new phase or step, and one after a long time without any."""
 
     silence, hold = LOG_SECONDS, HOLD_SECONDS
 

@@ -225,7 +225,7 @@ class GuidedRounding:
     ) -> Record:
         record: Record = {}
         done: dict[tuple[str, ...], list[RoundedRowStrip]] = {}
-        passes = [*_group_into_passes(block, [*self._row_strips(inputs, targets)])]
+        passes = [*_group_into_passes(block, [*self._strips_with_own_hessian(inputs, targets)])]
         for index, strips in enumerate(passes):
             report_step(f"block {block.index}: observing", share=index / len(passes))
             weights = [self._token_weights(block, strip, targets, record) for strip in strips]
@@ -253,10 +253,10 @@ class GuidedRounding:
                 trim()
         return record
 
-    def _row_strips(
+    def _strips_with_own_hessian(
         self, inputs: Iterable[SharedInput], targets: Mapping[str, TensorPlan]
     ) -> Iterator[RowStrip]:
-        """Yield the strips of all linears, in the order of computation."""
+        """Yield the strips of rows that are each rounded under a Hessian of their own, in the order of computation."""
         for shared in inputs:
             chosen = [name for name in shared.linears if name in targets]
             joint = tuple(name for name in chosen if _scheme(targets[name]).is_joint)

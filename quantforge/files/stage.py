@@ -481,7 +481,7 @@ class FileStage(Stage):
         )
 
     def _is_result_name(self, name: str) -> bool:
-        """Return whether a file beside the output can be one of its result."""
+        """Return whether a file next to the output has a name that a file of this result can have."""
         return Path(name).name == name and (
             name in {self.out.name, f"{self.out.stem}{MODELFILE_SUFFIX}", projector_name(self.out)}
             or name.startswith(f"{self.out.name}.")

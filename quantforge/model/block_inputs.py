@@ -190,7 +190,7 @@ class ReplayedInputs:
             self._next_outputs[call.start + row] = EarlierOutputs(extra_outputs, own_writes)
 
     def run_end(self, start: int, states: Tensor, run: RunModel) -> Any:
-        """Run the end of the model (or what ``run`` runs) on the states after the last block."""
+        """Run the part of the model after its blocks (or ``run`` instead) on the hidden states of the last block."""
         self.at_block(len(self._stand_ins))
         earlier = self._earlier_outputs(start, len(states), states.device)
 

@@ -184,7 +184,7 @@ class ModelStream:
             self._stand_ins[-1].override = self._final_states
 
     def block(self, index: int) -> DecoderBlock:
-        """Return a block with its weights loaded; the stored hidden states are taken as its input."""
+        """Load the weights of a block and return it; the caller ensures that the stored hidden states are its input."""
         module = self._blocks[index]
         refill = partial(self._weights.fill_block, module, index)
         stored = refill()

@@ -103,7 +103,7 @@ def _compute_tiled(
 
 
 def _cast(value: Any) -> Any:
-    """Cast an argument as autocast would; autocast is only active on the thread that entered it."""
+    """Cast an argument as autocast would: on worker threads autocast is not active, so this is done by hand."""
     if isinstance(value, Tensor) and value.is_floating_point() and torch.is_autocast_enabled("cpu"):
         return value.to(torch.get_autocast_dtype("cpu"))
     return value

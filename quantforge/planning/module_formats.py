@@ -133,7 +133,7 @@ def _nothing_quantized(file_format: Format, substitutions: Sequence[Event]) -> I
 
 
 def _with_transposed_storage(file_format: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
-    """Return plans whose linears are stored transposed, as in the model, if all quantized ones can be."""
+    """Store linears transposed, as the model does, provided that this is possible for every quantized linear."""
     quantized = [tensor for tensor in tensors if tensor.scheme is not None]
     if not file_format.INFO.stores_transposed or not all(tensor.transposed for tensor in quantized):
         return tensors

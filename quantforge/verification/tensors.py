@@ -651,9 +651,9 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
     others = [*gains[:index], *gains[index + 1 :]]
     if len(others) < 3:
         return 0.0
-    offset = _gain_difference(gains, index)
+    offset = _difference_from_neighbors(gains, index)
     usual_offset = max(
-        abs(_gain_difference(others, group_index)) for group_index in range(len(others))
+        abs(_difference_from_neighbors(others, position)) for position in range(len(others))
     )
     return (
         offset
@@ -662,12 +662,17 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
     )
 
 
-def _gain_difference(gains: Sequence[float], index: int) -> float:
-    """Return the difference of one gain from its neighbors: from their mean, or from an extrapolation at the ends."""
-    if 0 < index < len(gains) - 1:
-        return gains[index] - (gains[index - 1] + gains[index + 1]) / 2
-    near, far = (gains[1], gains[2]) if index == 0 else (gains[-2], gains[-3])
-    return min(gains[index] - near, gains[index] - (2 * near - far), key=abs)
+def _difference_from_neighbors(norm_medians: Sequence[float], index: int) -> float:
+    """Return how much the median weight of one block's norm differs from those of the neighboring blocks.
+
+    Compared with the mean of both neighbors; at the ends, with the neighbor or the extrapolation of two.
+    """
+    if 0 < index < len(norm_medians) - 1:
+        return norm_medians[index] - (norm_medians[index - 1] + norm_medians[index + 1]) / 2
+    near, far = (
+        (norm_medians[1], norm_medians[2]) if index == 0 else (norm_medians[-2], norm_medians[-3])
+    )
+    return min(norm_medians[index] - near, norm_medians[index] - (2 * near - far), key=abs)
 
 
 # Explanations of what a tensor contains.

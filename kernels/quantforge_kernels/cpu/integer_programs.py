@@ -32,7 +32,7 @@ from quantforge_kernels.cpu.lane_layout import (
     ARG_STRIP,
     ARG_TILES,
     ARG_TOP_K,
-    ARG_UNITS,
+    ARG_UNITS_PER_ROW,
     ARG_X,
     ARG_X_CODES,
     ARG_X_SCALES,
@@ -192,7 +192,7 @@ def add_quantize_function(module: ir.Module, spec: ProgramSpec) -> None:
     x, codes, scales, sums = (
         e.load_address(position) for position in (ARG_X, ARG_X_CODES, ARG_X_SCALES, ARG_X_SUMS)
     )
-    columns, units = e.load_word(ARG_COLUMNS), e.load_word(ARG_UNITS)
+    columns, units = e.load_word(ARG_COLUMNS), e.load_word(ARG_UNITS_PER_ROW)
     width, bytes_per_code, max_code = (
         spec.dtype.itemsize,
         spec.input_bits // 8,
@@ -493,7 +493,7 @@ class IntegerWeightLoader:
             for i, name in enumerate(PARAM_NAMES)
             if name in self.param_dtypes
         }
-        self.units, self.groups = e.load_word(ARG_UNITS), e.load_word(ARG_GROUPS)
+        self.units, self.groups = e.load_word(ARG_UNITS_PER_ROW), e.load_word(ARG_GROUPS)
 
     def load_words(
         self, plane: int, tile: Value, unit: Value, ahead: bool = True

@@ -57,8 +57,8 @@ class ProjectorFile:
     """Plan of the projector file of one checkpoint.
 
     Attributes:
-        plan: its bytes, but for the tensors.
-        keys: of the file.
+        plan: the file without the data of its tensors: header, keys and tensor infos.
+        keys: metadata of the file.
         tensors: what is stored for each tensor of the checkpoint, by its name there.
         row: the row of the token embedding that is stored with them, if any: its matrix, its number, its name here.
         events: what llama.cpp makes of the tower that the model does not, and towers that are in no file.

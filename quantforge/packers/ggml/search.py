@@ -336,7 +336,9 @@ def fit_groups(
 def choose_integers(
     x: Tensor, weights: Tensor, candidates: IntegerCandidates, grid: CodeRange
 ) -> Tensor:
-    """Choose the best integers of each group; ``x`` and ``weights`` are ``[panels, columns, rows]``.
+    """Choose the integers of each group with the least weighted error.
+
+    ``x`` and ``weights`` are ``[panels, columns, rows]``.
 
     Returns:
         ``[7, panels, groups, rows]``: the `moments`, then the integers of step and negated offset.

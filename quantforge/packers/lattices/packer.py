@@ -393,14 +393,14 @@ def _quantize_as_ggml(
     With ``scale_stride`` above 1 only one in that many scales is tried, which is faster and gives different results.
     """
     grid, x = scheme.grid, _to_blocks_of_256(weight)
-    block_importance = (
+    importance_blocks = (
         numpy.empty((0, 256), numpy.float32)
         if importance is None
         else _to_blocks_of_256(importance)
     )
     w = _error_weights(
         x,
-        block_importance,
+        importance_blocks,
         double_mean=grid not in _TYPES_WITH_SINGLE_MEAN,
         mean_share=0.25 if grid == "iq2_s" else 0,
     )
