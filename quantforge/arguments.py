@@ -64,13 +64,13 @@ def check_types(kind: Any, arguments: Mapping[str, Any], where: str = "") -> Non
             continue
         expected = [*_allowed_types(getattr(annotation, "__forward_arg__", annotation), scope)]
         if not any(_is_instance(value, expected_type) for expected_type in expected):
-            words = (
+            type_texts = (
                 _TYPE_WORDS.get(expected_type, getattr(expected_type, "__name__", expected_type))
                 for expected_type in expected
             )
             raise UsageError(
                 f"{where}{name} = {value!a:.60}: {type(value).__name__} is the wrong type",
-                f"give {' or '.join(map(str, dict.fromkeys(words)))}{_EXAMPLES.get(name, '')}",
+                f"give {' or '.join(map(str, dict.fromkeys(type_texts)))}{_EXAMPLES.get(name, '')}",
             )
         if is_dataclass(value) and (where or name == "settings"):
             fields = {field: getattr(value, field) for field in type(value).__annotations__}

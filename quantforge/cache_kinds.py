@@ -28,12 +28,12 @@ def parse_cache_kind(name: str, option: str = "--cache") -> tuple[str, str]:
     Raises:
         UsageError: there is no such type.
     """
-    words = str(name).split(",")
-    if len(words) == 1 and not words[0].startswith(_KEY_VALUE_PREFIXES):
-        kind = _kernel_kind(words[0], name, option)
+    kind_names = str(name).split(",")
+    if len(kind_names) == 1 and not kind_names[0].startswith(_KEY_VALUE_PREFIXES):
+        kind = _kernel_kind(kind_names[0], name, option)
         return kind, kind
-    halves = {word[:2]: word[2:] for word in words}
-    if len(words) != len(_KEY_VALUE_PREFIXES) or set(halves) != {*_KEY_VALUE_PREFIXES}:
+    halves = {kind_name[:2]: kind_name[2:] for kind_name in kind_names}
+    if len(kind_names) != len(_KEY_VALUE_PREFIXES) or set(halves) != {*_KEY_VALUE_PREFIXES}:
         raise UsageError(
             f"{option} {name}: one word for both, or {FORM}, once each", f"{option} k=int8,v=int4"
         )
@@ -69,13 +69,13 @@ def parse_cache_kinds(names: str, option: str = "--cache") -> tuple[str, ...]:
 
 def completions(incomplete: str) -> list[str]:
     """Return the words, and an example of a type with two words, that begin with ``incomplete``."""
-    return [word for word in (*WORDS, "k=int8,v=int4") if word.startswith(incomplete)]
+    return [choice for choice in (*WORDS, "k=int8,v=int4") if choice.startswith(incomplete)]
 
 
-def _kernel_kind(word: str, name: str, option: str) -> str:
-    if word not in WORDS:
+def _kernel_kind(kind_name: str, name: str, option: str) -> str:
+    if kind_name not in WORDS:
         raise UsageError(
-            f"{option} {name}: {word!r} is no kind of cache",
-            f"{nearest_hint(word, WORDS)} (two: {FORM})",
+            f"{option} {name}: {kind_name!r} is no kind of cache",
+            f"{nearest_hint(kind_name, WORDS)} (two: {FORM})",
         )
-    return "" if word == PLAIN else word
+    return "" if kind_name == PLAIN else kind_name

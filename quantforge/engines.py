@@ -287,13 +287,13 @@ def _check_split(tensor: TensorPlan, parallel: int) -> None:
     if module.rpartition(".")[2] in _ROW_PARALLEL:
         size = granularity.size if isinstance(granularity, PerGroup) else 1
         size = granularity.columns if isinstance(granularity, Tile) else size
-        whole, what = columns, f"inputs in groups of {size}"
+        size_to_split, what = columns, f"inputs in groups of {size}"
     else:
         size = granularity.rows if isinstance(granularity, Tile) else 1
-        whole, what = rows, f"outputs in runs of {size}"
-    if whole % (parallel * size):
+        size_to_split, what = rows, f"outputs in runs of {size}"
+    if size_to_split % (parallel * size):
         raise RefusedError(
-            f"{module}: {whole} {what} cannot be split over {parallel} devices",
+            f"{module}: {size_to_split} {what} cannot be split over {parallel} devices",
             f"a smaller --tensor-parallel, smaller groups, or --ignore '{module}'",
             tensor=tensor.name,
         )

@@ -180,9 +180,9 @@ def nearest_hint(
     return f"known: {shown}"
 
 
-def _closest(word: str, words: Sequence[str]) -> Sequence[str]:
+def _closest(word: str, choices: Sequence[str]) -> Sequence[str]:
     """Return the few words that begin with ``word``, else the most similar ones (with equal digits if any)."""
-    by_lower_case = {candidate.lower(): candidate for candidate in words}
+    by_lower_case = {candidate.lower(): candidate for candidate in choices}
     longer = [candidate for key, candidate in by_lower_case.items() if key.startswith(word.lower())]
     if len(word) > 1 and 0 < len(longer) <= MAX_COMPLETIONS:
         return longer
@@ -202,18 +202,18 @@ def _closest(word: str, words: Sequence[str]) -> Sequence[str]:
     ]
 
 
-def _similarity(candidate: str, word: str) -> float:
-    return SequenceMatcher(None, candidate.lower(), word.lower()).ratio()
+def _similarity(candidate: str, typed: str) -> float:
+    return SequenceMatcher(None, candidate.lower(), typed.lower()).ratio()
 
 
-def _letters_and_digits(word: str) -> str:
-    return re.sub(r"[\W_]", "", word.lower())
+def _letters_and_digits(text: str) -> str:
+    return re.sub(r"[\W_]", "", text.lower())
 
 
 def join_with_or(values: Iterable[object]) -> str:
     """Return alternatives as text: ``2, 3 or 4``."""
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def off_option(option: str) -> str:

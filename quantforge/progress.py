@@ -55,9 +55,9 @@ _PART_LABELS = {
 }
 
 
-def part_label(part: str) -> str:
+def part_label(part_name: str) -> str:
     """Return the label of a part or step that is shown to users."""
-    return _PART_LABELS.get(part, part)
+    return _PART_LABELS.get(part_name, part_name)
 
 
 def ignore_progress(_: Progress) -> None:

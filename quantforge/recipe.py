@@ -218,8 +218,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in LOWER_CASE_KEYS:
-            if isinstance(word := getattr(self, name), str):
-                object.__setattr__(self, name, word.lower())
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, value.lower())
         check_fields(self)
         if self.prune_experts is not None:
             parse_share(self.prune_experts, "prune_experts")
@@ -312,12 +312,12 @@ def check_fields(options: Any) -> None:
         value_table, _, key = name.rpartition(".")
         if value_table == table and (value := getattr(options, key)) not in allowed:
             raise RecipeError(f"{name} = {value!r}", value_hint(name, value))
-    for name, (least, most) in LIMITS.items():
+    for name, (minimum, maximum) in LIMITS.items():
         value_table, _, key = name.rpartition(".")
         value = getattr(options, key) if value_table == table else None
-        if value is not None and not least <= value <= most:
-            size = "small" if value < least else "large"
-            raise RecipeError(f"{name} = {value} is too {size}", f"from {least} to {most}")
+        if value is not None and not minimum <= value <= maximum:
+            size = "small" if value < minimum else "large"
+            raise RecipeError(f"{name} = {value} is too {size}", f"from {minimum} to {maximum}")
 
 
 @cache

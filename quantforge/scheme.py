@@ -116,11 +116,13 @@ class Scheme:
         size = self.group_size(in_features)
         if isinstance(self.granularity, Tile):
             return -(-in_features // size)
-        whole = size if self.block is None else self.block.columns
-        whole = math.lcm(whole, GRIDS[self.grid].weights_per_code)
-        if in_features % whole:
+        group_columns = size if self.block is None else self.block.columns
+        group_columns = math.lcm(group_columns, GRIDS[self.grid].weights_per_code)
+        if in_features % group_columns:
             what = "group size" if self.block is None else f"{self.grid} block"
-            raise ValueError(f"{in_features} columns are not a multiple of the {what} {whole}")
+            raise ValueError(
+                f"{in_features} columns are not a multiple of the {what} {group_columns}"
+            )
         return in_features // size
 
     def parameter_shape(self, shape: tuple[int, int]) -> tuple[int, int]:

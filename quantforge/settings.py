@@ -96,10 +96,10 @@ def check_threads(threads: int | None) -> int | None:
     Raises:
         UsageError: with the largest accepted number.
     """
-    most = max(64, 2 * usable_processors())
-    if threads is not None and threads > most:
+    max_threads = max(64, 2 * usable_processors())
+    if threads is not None and threads > max_threads:
         raise UsageError(
-            f"--threads {threads}: more than {most}",
+            f"--threads {threads}: more than {max_threads}",
             f"this machine has {usable_processors()} processors",
         )
     return threads
@@ -111,10 +111,11 @@ def check_jobs(jobs: int) -> int:
     Raises:
         UsageError: with the largest accepted number.
     """
-    most = max(4, usable_processors())
-    if jobs > most:
+    max_jobs = max(4, usable_processors())
+    if jobs > max_jobs:
         raise UsageError(
-            f"--jobs {jobs}: more than {most}", f"this machine has {usable_processors()} processors"
+            f"--jobs {jobs}: more than {max_jobs}",
+            f"this machine has {usable_processors()} processors",
         )
     return jobs
 

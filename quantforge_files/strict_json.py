@@ -53,7 +53,7 @@ def parse(
     if not loose:
         hooks |= {
             "object_pairs_hook": lambda pairs: _build_object(pairs, refuse),
-            "parse_constant": lambda word: _parse_constant(word, refuse, infinite=infinite),
+            "parse_constant": lambda constant: _parse_constant(constant, refuse, infinite=infinite),
             "parse_float": lambda text: _parse_float(text, refuse),
         }
     try:
@@ -169,10 +169,10 @@ def _integer_parser(refuse: Refuse, *, loose: bool) -> Callable[[str], int]:
     return integer
 
 
-def _parse_constant(word: str, refuse: Refuse, *, infinite: bool) -> dict[str, str]:
-    if not infinite or word == "NaN":
-        refuse(f"{word} is not a JSON number")
-    return {INFINITY_KEY: word}
+def _parse_constant(constant: str, refuse: Refuse, *, infinite: bool) -> dict[str, str]:
+    if not infinite or constant == "NaN":
+        refuse(f"{constant} is not a JSON number")
+    return {INFINITY_KEY: constant}
 
 
 def _parse_float(text: str, refuse: Refuse) -> float:

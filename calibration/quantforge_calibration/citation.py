@@ -38,14 +38,14 @@ def cite(text: str) -> Citation:
     Raises:
         SourceError: as `parse_sources`, or a file cannot be read.
     """
-    parts = parse_sources(text)
-    names = [_name(part) for part in parts]
+    sources = parse_sources(text)
+    names = [_name(source) for source in sources]
     return Citation(
-        _format_source(parts, names),
+        _format_source(sources, names),
         tuple(
-            f"{_digest(part)}  {name}"
-            for part, name in zip(parts, names, strict=True)
-            if part.path is not None
+            f"{_digest(source)}  {name}"
+            for source, name in zip(sources, names, strict=True)
+            if source.path is not None
         ),
     )
 
@@ -56,56 +56,58 @@ def matches_citation(text: str, cited: str, digests: Sequence[str]) -> bool:
     Raises:
         SourceError: as `cite`.
     """
-    parts = parse_sources(text)
-    own_digests = [_digest(part) for part in parts if part.path is not None]
+    sources = parse_sources(text)
+    own_digests = [_digest(source) for source in sources if source.path is not None]
     if own_digests != [digest.partition("  ")[0] for digest in digests]:
         return False
-    return _format_source(parts, _cited_part_names(parts, digests)) == cited
+    return _format_source(sources, _cited_part_names(sources, digests)) == cited
 
 
 def cited_names(text: str, digests: Sequence[str]) -> tuple[str, ...]:
     """Return the name that a citation gives to each part of a SOURCE; raises as `cite` does."""
-    parts = parse_sources(text)
-    return tuple(map(_format_part, parts, _cited_part_names(parts, digests)))
+    sources = parse_sources(text)
+    return tuple(map(_format_part, sources, _cited_part_names(sources, digests)))
 
 
-def _cited_part_names(parts: Sequence[Source], digests: Sequence[str]) -> list[str]:
+def _cited_part_names(sources: Sequence[Source], digests: Sequence[str]) -> list[str]:
     """Return the name of every part; names of files are taken from the digests of the citation."""
     names = iter([digest.partition("  ")[2] for digest in digests])
-    return [part.name if part.path is None else next(names, _name(part)) for part in parts]
+    return [
+        source.name if source.path is None else next(names, _name(source)) for source in sources
+    ]
 
 
-def _format_source(parts: Sequence[Source], names: Sequence[str]) -> str:
+def _format_source(sources: Sequence[Source], names: Sequence[str]) -> str:
     """Format parts with the given names and their weights as a SOURCE."""
     return ",".join(
-        _format_part(part, name)
-        + ("" if part.weight == 1 else f"={part.weight!r}".removesuffix(".0"))
-        for part, name in zip(parts, names, strict=True)
+        _format_part(source, name)
+        + ("" if source.weight == 1 else f"={source.weight!r}".removesuffix(".0"))
+        for source, name in zip(sources, names, strict=True)
     )
 
 
-def _name(part: Source) -> str:
+def _name(source: Source) -> str:
     """Return the name of a part without its directory."""
-    return part.name if part.path is None else part.path.resolve().name
+    return source.name if source.path is None else source.path.resolve().name
 
 
-def _format_part(part: Source, name: str) -> str:
+def _format_part(source: Source, name: str) -> str:
     """Format a part with the given name, its split and its column."""
-    if part.path is None:
+    if source.path is None:
         return name
-    fields = [part.split, part.column] if part.kind == "directory" else [part.column]
+    fields = [source.split, source.column] if source.kind == "directory" else [source.column]
     return ":".join([name, *fields]).rstrip(":")
 
 
-def _digest(part: Source) -> str:
+def _digest(source: Source) -> str:
     """Return the SHA-256 of the content of a part; "" if it is not a local file or directory."""
-    if part.path is None:
+    if source.path is None:
         return ""
-    if part.kind == "file":
-        return _sha256(part.path)
+    if source.kind == "file":
+        return _sha256(source.path)
     lines = (
-        f"{_sha256(file)}  {file.relative_to(part.path)}\n"
-        for file in source_files(part.path, part)
+        f"{_sha256(file)}  {file.relative_to(source.path)}\n"
+        for file in source_files(source.path, source)
     )
     return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 

@@ -198,11 +198,11 @@ def _assign_images(where: str, listed: list[Any], record: Record) -> tuple[list[
     remaining, names, messages = list(listed), [], []
     for message in record.messages:
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for part in filter(_is_image, parts):
+        content_parts = content if isinstance(content, list) else []
+        for part in filter(_is_image, content_parts):
             part_image = part.get("image") or part.get("path") or part.get("url")
             names.append(part_image or (remaining.pop(0) if remaining else None))
-        unnamed_parts = [{"type": "image"} if _is_image(part) else part for part in parts]
+        unnamed_parts = [{"type": "image"} if _is_image(part) else part for part in content_parts]
         messages.append({**message, "content": unnamed_parts} if unnamed_parts else message)
     if remaining or None in names:
         raise SourceError(
@@ -212,9 +212,9 @@ def _assign_images(where: str, listed: list[Any], record: Record) -> tuple[list[
     return names, replace(record, messages=messages)
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(content_part: Any) -> bool:
     """Return whether a part of a chat message is an image."""
-    return isinstance(part, Mapping) and part.get("type") == "image"
+    return isinstance(content_part, Mapping) and content_part.get("type") == "image"
 
 
 def _image_path(where: str, folder: Path, name: Any) -> Path:

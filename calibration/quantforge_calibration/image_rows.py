@@ -92,16 +92,16 @@ class ImageRows:
         return replace(self, rows=self.rows[rows])
 
 
-def combine_image_rows(parts: Sequence[tuple[ImageRows | None, int]]) -> ImageRows | None:
+def combine_image_rows(sources: Sequence[tuple[ImageRows | None, int]]) -> ImageRows | None:
     """Concatenate the image rows of several samples, given with their numbers of rows; None if there are no images."""
-    with_images = [images for images, _ in parts if images is not None]
+    with_images = [images for images, _ in sources if images is not None]
     if not with_images:
         return None
-    rows = [images.rows if images is not None else (None,) * count for images, count in parts]
+    rows = [images.rows if images is not None else (None,) * count for images, count in sources]
     filler_tokens = sum(images.filler_tokens for images in with_images)
     return replace(
         with_images[0],
-        rows=tuple(row for part in rows for row in part),
+        rows=tuple(row for source_rows in rows for row in source_rows),
         filler_tokens=filler_tokens,
     )
 

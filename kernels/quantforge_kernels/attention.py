@@ -79,8 +79,8 @@ def attend_reference(
 
 def _gather_tokens(store: EncodedKV, page_table: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather and decode the tokens of each sequence: ``[sequences, tokens, kv_heads, head_dim]``."""
-    parts = [part[page_table.long()].flatten(1, 2) for part in store.tensors()]
-    return decode(EncodedKV(*parts), dtype)
+    gathered = [tensor[page_table.long()].flatten(1, 2) for tensor in store.tensors()]
+    return decode(EncodedKV(*gathered), dtype)
 
 
 def attend_triton(

@@ -170,8 +170,8 @@ def matmul(
     if spec.activation_kind:
         x = torch.cat(
             [
-                _fake_quantize_rows(part, spec.activation_kind)
-                for part in torch.split(x, QUANTIZE_STRIP_ROWS)
+                _fake_quantize_rows(strip, spec.activation_kind)
+                for strip in torch.split(x, QUANTIZE_STRIP_ROWS)
             ]
         )
     x = x.to(many_rows.compute_dtype(x))

@@ -42,7 +42,9 @@ class EncodedKV:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that exist: codes, then scales, then minima."""
-        return tuple(part for part in (self.codes, self.scales, self.minima) if part is not None)
+        return tuple(
+            tensor for tensor in (self.codes, self.scales, self.minima) if tensor is not None
+        )
 
 
 def allocate(

@@ -134,7 +134,7 @@ def gate_triton(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
     """Compute ``silu(gate) * up`` (or gelu in its tanh form) with the Triton kernel ``gate_kernel``."""
     from quantforge_kernels.gpu.layer_kernels import gate_kernel
 
-    gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
+    gate, up = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (gate, up))
     rows, width = gate.shape
     out = gate.new_empty(gate.shape)
     if gate.numel():

@@ -178,7 +178,7 @@ def write_folder_card(
             name=path.name,
             method=str(documents[path].get("method") or "as it was"),
             bits=_bits(documents[path]),
-            nbytes=sum(part.stat().st_size for part in _numbered_files(path)),
+            nbytes=sum(file.stat().st_size for file in _numbered_files(path)),
             memory_bytes=file_capacity.needed(context=context),
             divergence=divergence.get(path.name),
         )
@@ -215,10 +215,10 @@ def write_folder_card(
 def _title(base: str, document: Mapping[str, Any]) -> str:
     """Return the title of a card: the original model, with merged adapters and kept experts."""
     model = first(document).get("source", {}).get("model")
-    parts = [base.rpartition("/")[2] or cell(str(model))]
-    parts += [f"with {cell(adapter_name(entry))}" for entry in recorded_adapters(document)]
-    parts += [f"with {kept_experts_text(entry)}" for entry in recorded_kept_experts(document)]
-    return " ".join(parts)
+    phrases = [base.rpartition("/")[2] or cell(str(model))]
+    phrases += [f"with {cell(adapter_name(entry))}" for entry in recorded_adapters(document)]
+    phrases += [f"with {kept_experts_text(entry)}" for entry in recorded_kept_experts(document)]
+    return " ".join(phrases)
 
 
 def _new_card(fields: str, title: str, origin_text: str, files_text: str) -> str:

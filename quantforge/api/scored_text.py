@@ -152,8 +152,13 @@ def _read_prompts(
     path = parsed[0].path
     if path is None or path.suffix in (".jsonl", ".parquet"):
         return prompts, template is None
-    parts = [text for part in prompts for text in re.split(r"\n[ \t]*\n", part) if text.strip()]
-    return [text.strip("\n") for text in parts], True
+    prompt_texts = [
+        text
+        for source_text in prompts
+        for text in re.split(r"\n[ \t]*\n", source_text)
+        if text.strip()
+    ]
+    return [text.strip("\n") for text in prompt_texts], True
 
 
 def _too_many_prompts(amount: str) -> InputError:

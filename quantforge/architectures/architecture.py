@@ -236,7 +236,9 @@ class Architecture:
             name: where({**self.defaults, **config}) if callable(where) else where
             for name, where in self.sizes.items()
         }
-        types = frozenset(word for kind in self.kinds for word in kind.name.split("/") if word)
+        types = frozenset(
+            layer_type for kind in self.kinds for layer_type in kind.name.split("/") if layer_type
+        )
         return read_dimensions(config, self.defaults, sizes, types.union(self.extra_layer_types))
 
     def layer_kinds(
@@ -274,10 +276,10 @@ class Architecture:
         sizes = [dimensions.size(text) for text in self.slices[linear]]
         position = self.slice_labels[linear].index(label)
         first, last, period = sum(sizes[:position]), sum(sizes[: position + 1]), sum(sizes)
-        whole = self._num_rows(dimensions, linear)
-        if whole == period:
+        num_rows = self._num_rows(dimensions, linear)
+        if num_rows == period:
             return slice(first, last)
-        return [row + offset for row in range(0, whole, period) for offset in range(first, last)]
+        return [row + offset for row in range(0, num_rows, period) for offset in range(first, last)]
 
     def _num_rows(self, dimensions: Dimensions, linear: str) -> int:
         """Return the number of rows of a linear."""
@@ -289,11 +291,11 @@ class Architecture:
 def _with_joined_tensors(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind:
     """Return a layer kind with joined tensors in place of their parts."""
     items = {item.name: item for item in kind.parameters}
-    for whole, parts in joined.items():
-        part_parameters = [items.pop(part) for part in parts if part in items]
+    for joined_name, part_names in joined.items():
+        part_parameters = [items.pop(part_name) for part_name in part_names if part_name in items]
         if part_parameters:
             rows = "+".join(item.shape[0] for item in part_parameters)
-            items[whole] = Parameter(whole, (rows, *part_parameters[0].shape[1:]))
+            items[joined_name] = Parameter(joined_name, (rows, *part_parameters[0].shape[1:]))
     return replace(kind, parameters=tuple(items.values()))
 
 

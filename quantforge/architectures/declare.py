@@ -107,19 +107,19 @@ def only_when(when: str, part: Mixer | tuple[Parameter, ...]) -> Mixer | tuple[P
     return tuple(replace(item, when=f"{item.when} {when}".strip()) for item in part)
 
 
-def compose_layer(*parts: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:
+def compose_layer(*components: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:
     """Compose a layer kind from mixers, in the order of computation, and further tensors.
 
     Args:
-        parts: mixers, or declared tensors outside of them such as norms.
+        components: mixers, or declared tensors outside of them such as norms.
         name: see `LayerKind`.
     """
-    mixers = [part for part in parts if isinstance(part, Mixer)]
+    mixers = [component for component in components if isinstance(component, Mixer)]
     return LayerKind(
         parameters=tuple(
             item
-            for part in parts
-            for item in (part.parameters if isinstance(part, Mixer) else part)
+            for component in components
+            for item in (component.parameters if isinstance(component, Mixer) else component)
         ),
         inputs=tuple(shared for mixer in mixers for shared in mixer.inputs),
         stacks=tuple(stack for mixer in mixers for stack in mixer.stacks),

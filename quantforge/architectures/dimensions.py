@@ -79,10 +79,12 @@ class Dimensions:
         """Evaluate an expression in dimensions, such as ``hidden``, ``positions+2``, ``3*hidden`` or ``3``."""
         return sum(math.prod(map(self._factor, term.split("*"))) for term in text.split("+"))
 
-    def _factor(self, word: str) -> int:
-        if word.isdigit():
-            return int(word)
-        return self.family_sizes[word] if word in self.family_sizes else int(getattr(self, word))
+    def _factor(self, symbol: str) -> int:
+        if symbol.isdigit():
+            return int(symbol)
+        return (
+            self.family_sizes[symbol] if symbol in self.family_sizes else int(getattr(self, symbol))
+        )
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Evaluate the shape of a declared parameter."""

@@ -47,7 +47,9 @@ def draft_kind(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures")
     type_names = [config.get("model_type"), config.get("speculators_model_type")]
     type_names += names if isinstance(names, list) else []
-    description = " ".join(word.lower() for word in type_names if isinstance(word, str))
+    description = " ".join(
+        type_name.lower() for type_name in type_names if isinstance(type_name, str)
+    )
     if "medusa_num_heads" in config or MEDUSA in description:
         return MEDUSA
     if EAGLE3 in description or ("draft_vocab_size" in config and "eagle" not in description):
@@ -89,7 +91,7 @@ def find_draft_head_tensors(
         block = NUMBERED_NAME.match(name) if extra_layers else None
         is_extra_layer = block and int(block[2]) in extra_layers and not TOWER_WORDS.search(name)
         if is_extra_layer or (
-            any(word in name for word in _DRAFT_WORDS) and _DRAFT_NAME.fullmatch(name)
+            any(keyword in name for keyword in _DRAFT_WORDS) and _DRAFT_NAME.fullmatch(name)
         ):
             tensors[name] = tensor
     router_names = find_routers(config, {name: tensor.shape for name, tensor in tensors.items()})

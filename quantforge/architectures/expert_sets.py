@@ -127,18 +127,24 @@ def _set_problems(
         return [f"{module}.{missing[0]}: missing{more}"]
     if routed_experts:  # zero-computation experts follow; what they store is not checked
         experts = {number: expert for number, expert in experts.items() if number < routed_experts}
-    parts = {part for expert in experts.values() for part in expert}
+    tensor_names = {tensor_name for expert in experts.values() for tensor_name in expert}
     problems = [
-        f"{module}.{number}.{part}: missing"
+        f"{module}.{number}.{tensor_name}: missing"
         for number, expert in sorted(experts.items())
-        for part in sorted(parts - expert.keys())
+        for tensor_name in sorted(tensor_names - expert.keys())
     ]
-    for part in sorted(parts):
-        types = {number: expert[part].dtype for number, expert in experts.items() if part in expert}
+    for tensor_name in sorted(tensor_names):
+        types = {
+            number: expert[tensor_name].dtype
+            for number, expert in experts.items()
+            if tensor_name in expert
+        }
         if len(set(types.values())) > 1:
             first = types[min(types)]
             other = min(number for number, dtype in types.items() if dtype != first)
-            problems.append(f"{module}.{other}.{part}: {types[other]}, where others are {first}")
+            problems.append(
+                f"{module}.{other}.{tensor_name}: {types[other]}, where others are {first}"
+            )
     return problems
 
 

@@ -95,8 +95,8 @@ def latent_attention(bias: str = "", *, query_latent: bool = True, indexer: bool
             unquantized_readers=unquantized_readers,
         ),
     )
-    states = latent_state("kv_rank+rope") + (latent_state("index_head") if indexer else ())
-    return Mixer(tuple(parameters), tuple(inputs), states=states)
+    cache_states = latent_state("kv_rank+rope") + (latent_state("index_head") if indexer else ())
+    return Mixer(tuple(parameters), tuple(inputs), states=cache_states)
 
 
 def query_latent_width(config: Mapping[str, Any]) -> int:

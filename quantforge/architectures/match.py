@@ -668,7 +668,7 @@ def _first_sibling(name: str, names: Container[str]) -> str:
     parent, _, leaf = name.removesuffix(".weight").rpartition(".")
     for siblings in _SIBLINGS:
         if leaf in siblings:
-            leaf = next(word for word in siblings if f"{parent}.{word}.weight" in names)
+            leaf = next(sibling for sibling in siblings if f"{parent}.{sibling}.weight" in names)
     return f"{parent}.{leaf}"
 
 

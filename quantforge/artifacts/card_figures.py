@@ -107,10 +107,10 @@ def read_card(folder: Path) -> str:
     try:
         with_figures(text, "", "")
     except ValueError as error:
-        part = error.args[0]
-        where = "in the front matter" if part is _INDEX else "where the figures should stand"
+        markers = error.args[0]
+        where = "in the front matter" if markers is _INDEX else "where the figures should stand"
         raise InputError(
-            f"the part for measured figures is not between one line '{part.begin}' and one line '{part.end}'",
+            f"the part for measured figures is not between one line '{markers.begin}' and one line '{markers.end}'",
             f"put these two lines {where}, each on a line of its own",
             file=str(path),
             subject=str(path),
@@ -152,7 +152,7 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
     read_card(folder)
     for model in inside:
         declared = (manifest.read_manifest(model) or {}).get("mutable")
-        if not isinstance(declared, list) or any(part not in declared for part in MUTABLE[:2]):
+        if not isinstance(declared, list) or any(field not in declared for field in MUTABLE[:2]):
             raise InputError(
                 f"{model}: no manifest beside it declares parts of {CARD} mutable",
                 "only results of this version have such cards: quantize or export again",

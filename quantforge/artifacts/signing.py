@@ -113,13 +113,17 @@ def _difference(result: Path, signed: dict[str, str]) -> str:
         "missing": missing,
         "not signed": present - {*signed} - unsigned_files(result.name, one_file=False),
     }
-    parts = [
+    difference_texts = [
         f"{kind}: {', '.join(sorted(names)[:_MAX_NAMES])}"
         + (" ..." if len(names) > _MAX_NAMES else "")
         for kind, names in differences.items()
         if names
     ]
-    return f"the files are not those that were signed ({'; '.join(parts)})" if parts else ""
+    return (
+        f"the files are not those that were signed ({'; '.join(difference_texts)})"
+        if difference_texts
+        else ""
+    )
 
 
 def _has_digest(root: Path, name: str, digest: str) -> bool:

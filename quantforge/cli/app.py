@@ -178,11 +178,11 @@ def show_help(
 
 def _requested_help(arguments: list[str]) -> str | None:
     """Return the verb whose help is requested, "" for the general help, or None if no help is requested."""
-    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    verb = next((word for word in words if not word.startswith("-")), "")
-    if {"-h", "--help"} & {*words}:
+    own_arguments = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    verb = next((argument for argument in own_arguments if not argument.startswith("-")), "")
+    if {"-h", "--help"} & {*own_arguments}:
         return verb if verb != "help" else ""
-    return "".join(words[1:]) if verb == "help" and len(words) <= 2 else None
+    return "".join(own_arguments[1:]) if verb == "help" and len(own_arguments) <= 2 else None
 
 
 COMPLETION_WIDTH = "10000"  # width of lines in completion output, so that none is wrapped

@@ -170,7 +170,7 @@ def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
             item for item in (*get_args(field_type), field_type) if item is not type(None)
         )
         value_type = list[str] if get_origin(field_type) is tuple else value_type
-        least, most = LIMITS.get(field, (None, None))
+        minimum, maximum = LIMITS.get(field, (None, None))
         default = choice.default or (attrgetter(field)(defaults) if field else None)
         default_text = "" if default in (None, "", (), False) else f" [default: {default}]"
         value_list = ", ".join(CHOICE_VALUES.get(name, ()))
@@ -181,8 +181,8 @@ def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
             metavar=None
             if value_type is bool
             else choice.metavar or _METAVARS.get(value_type, "TEXT"),
-            min=least,
-            max=most if choice.most else None,
+            min=minimum,
+            max=maximum if choice.most else None,
             show_default=False,
             autocompletion=COMPLETERS.get(name),
             rich_help_panel=next(group for group, within in HELP_GROUPS.items() if name in within),

@@ -119,24 +119,24 @@ def _show(
     lines: dict[tuple[str, str], list[VerdictWord]] = {}
     for cell in conversions:
         lines.setdefault((cell.source, str(cell.scheme)), []).append(cell.word)
-    words = [(*key, *line) for key, line in lines.items()]
+    table_rows = [(*key, *line) for key, line in lines.items()]
     headers = ("from", "scheme", *FORMATS)
     table_width = sum(
-        max(map(len, column)) + COLUMN_GAP for column in zip(headers, *words, strict=True)
+        max(map(len, column)) + COLUMN_GAP for column in zip(headers, *table_rows, strict=True)
     )
     console.print_text()
     if table_width <= console.width:
-        console.print_table(headers, words)
+        console.print_table(headers, table_rows)
         return
     signs = [
-        (letters[key], scheme, *(VERDICT_SIGNS[word] for word in line))
+        (letters[key], scheme, *(VERDICT_SIGNS[verdict] for verdict in line))
         for (key, scheme), line in lines.items()
     ]
     console.print_table(
         ("", "scheme of the source", *letters.values()), signs, "What an export to each keeps"
     )
     console.print_wrapped(
-        ", ".join(f"{sign} {VERDICT_TEXTS[word]}" for word, sign in VERDICT_SIGNS.items())
+        ", ".join(f"{sign} {VERDICT_TEXTS[verdict]}" for verdict, sign in VERDICT_SIGNS.items())
     )
 
 

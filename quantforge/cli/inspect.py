@@ -118,11 +118,14 @@ def _matching_tensors(
     if any(fnmatch.fnmatchcase(tensor.name, wider_pattern) for tensor in tensors):
         hint = f"--tensors '{wider_pattern}'"
     else:
-        parts = {
-            part for tensor in tensors for part in tensor.name.split(".") if not part.isdecimal()
+        name_parts = {
+            name_part
+            for tensor in tensors
+            for name_part in tensor.name.split(".")
+            if not name_part.isdecimal()
         }
-        word = (re.findall(r"\w+", pattern) or [pattern])[-1]
-        hint = nearest_hint(f"*{word}*", {f"*{part}*" for part in parts})
+        searched = (re.findall(r"\w+", pattern) or [pattern])[-1]
+        hint = nearest_hint(f"*{searched}*", {f"*{name_part}*" for name_part in name_parts})
     raise UsageError(f"--tensors {pattern}: no tensor has such a name", hint)
 
 

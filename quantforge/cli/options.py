@@ -32,12 +32,14 @@ Completer = Callable[[str], list[str]]
 
 def complete_from(*lists: Iterable[str]) -> Completer:
     """Return a shell completer for words of some lists; of a sum such as ``awq+gptq`` it completes the last part."""
-    known = [word for words in lists for word in words]
+    known = [choice for choices in lists for choice in choices]
 
     def complete(incomplete: str) -> list[str]:
         head, plus, last = incomplete.rpartition("+")
         return [
-            f"{head}{plus}{word}" for word in known if word.startswith(last) and word not in head
+            f"{head}{plus}{choice}"
+            for choice in known
+            if choice.startswith(last) and choice not in head
         ]
 
     return complete

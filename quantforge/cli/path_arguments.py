@@ -22,10 +22,10 @@ def restore_typed_paths(text: str) -> str:
     """Return a text in which paths are replaced with what the user typed."""
     if "/" not in text:
         return text
-    for pattern, word in _path_patterns(
+    for pattern, typed in _path_patterns(
         tuple(sys.argv[1:]), _working_directory(), os.environ.get("HOME", "")
     ):
-        text = pattern.sub(word.replace("\\", r"\\"), text)
+        text = pattern.sub(typed.replace("\\", r"\\"), text)
     return text
 
 
@@ -33,7 +33,7 @@ def restore_option_name(message: str) -> str:
     """Replace ``[table.]name = `` at the start of a message with the option ``--name``, if the user typed that."""
     match = re.match(r"(?:[a-z]\w*\.)?([a-z]\w*) = ", message)
     flag = f"--{match[1].replace('_', '-')}" if match else ""
-    if match is None or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
+    if match is None or not any(argument.partition("=")[0] == flag for argument in sys.argv[1:]):
         return message
     return f"{flag} {message[match.end() :]}"
 
@@ -70,14 +70,18 @@ def adapter_arguments(adapter: Path | str | None) -> str:
 @lru_cache(maxsize=4)
 def _names_with_line_breaks(arguments: tuple[str, ...]) -> Sequence[str]:
     """Return path components with line breaks, from arguments that are existing paths."""
-    words = [
-        word
+    candidates = [
+        candidate
         for argument in arguments
-        for word in (argument, argument.partition("=")[2])
-        if "\n" in word
+        for candidate in (argument, argument.partition("=")[2])
+        if "\n" in candidate
     ]
-    paths = [word for word in words if len(word) < _MAX_LENGTH and os.path.lexists(word)]
-    return [part for word in paths for part in word.split("/") if "\n" in part]
+    paths = [
+        candidate
+        for candidate in candidates
+        if len(candidate) < _MAX_LENGTH and os.path.lexists(candidate)
+    ]
+    return [name for candidate in paths for name in candidate.split("/") if "\n" in name]
 
 
 def _working_directory() -> str:
@@ -92,27 +96,29 @@ def _path_patterns(
     arguments: tuple[str, ...], working_directory: str, home: str
 ) -> Sequence[tuple[re.Pattern[str], str]]:
     """Return patterns of absolute paths with their replacements, innermost paths first."""
-    words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
-    words = [word for word in words if 0 < len(word) < _MAX_LENGTH and "\0" not in word]
+    typed_paths = [
+        item for argument in arguments for item in (argument, argument.partition("=")[2])
+    ]
+    typed_paths = [item for item in typed_paths if 0 < len(item) < _MAX_LENGTH and "\0" not in item]
     typed_words: dict[str, str] = {}
-    for word in (word for word in words if word[0] not in "-/"):
-        parent = str(Path(word).parent)
+    for item in (item for item in typed_paths if item[0] not in "-/"):
+        parent = str(Path(item).parent)
         for resolve in (os.path.normpath, os.path.realpath):
             path = Path(resolve(Path(working_directory, parent)))
             typed_words.setdefault(str(path), parent)
             # The last component is not resolved: a symbolic link stays one.
-            typed_words[os.path.normpath(path / Path(word).name)] = word.rstrip("/")
+            typed_words[os.path.normpath(path / Path(item).name)] = item.rstrip("/")
     typed_words[working_directory] = "."
     typed_words.setdefault(home.rstrip("/"), "~")
-    absolute_words = [word for word in words if word[0] == "/"]
+    absolute_words = [item for item in typed_paths if item[0] == "/"]
     typed_in_full = {
-        path for path in typed_words for word in absolute_words if f"{word}/".startswith(f"{path}/")
+        path for path in typed_words for item in absolute_words if f"{item}/".startswith(f"{path}/")
     }
     ordered = sorted(typed_words.keys() - typed_in_full - {"", "/"}, key=len, reverse=True)
     return [pair for path in ordered for pair in _patterns_of_path(path, typed_words[path])]
 
 
-def _patterns_of_path(path: str, word: str) -> list[tuple[re.Pattern[str], str]]:
+def _patterns_of_path(path: str, typed_path: str) -> list[tuple[re.Pattern[str], str]]:
     start, end = rf"(?<![\w./~+-]){re.escape(path)}", r"(?![\w+~-])(?!\.\w)"
-    inner_patterns = [(re.compile(f"{start}/(?=[^\\s/-])"), "")] if word == "." else []
-    return [*inner_patterns, (re.compile(start + end), word)]
+    inner_patterns = [(re.compile(f"{start}/(?=[^\\s/-])"), "")] if typed_path == "." else []
+    return [*inner_patterns, (re.compile(start + end), typed_path)]

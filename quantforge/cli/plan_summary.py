@@ -190,8 +190,8 @@ class Forecast:
     @property
     def disk(self) -> int:
         """Return the maximum disk space of the run in bytes."""
-        states = self.work.states_bytes if self.on_disk else 0
-        return self.work.output_bytes + states + self.work.guide_bytes + SPARE_BYTES
+        states_bytes = self.work.states_bytes if self.on_disk else 0
+        return self.work.output_bytes + states_bytes + self.work.guide_bytes + SPARE_BYTES
 
 
 def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
@@ -219,13 +219,15 @@ def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
 def _show_forecast(console: Console, run_forecast: Forecast, output: str) -> None:
     """Print time and disk space of a run, how they are estimated, and shortages."""
     total_seconds = sum(run_forecast.seconds.values())
-    parts = [
+    phase_texts = [
         f"{step} {duration(seconds)}"
         for step, seconds in run_forecast.seconds.items()
         if seconds >= 0.01 * total_seconds
     ]
     threads = f"{run_forecast.threads} thread{'s' * (run_forecast.threads > 1)}"
-    console.print_entry("time", f"about {duration(total_seconds)} on {threads}: {', '.join(parts)}")
+    console.print_entry(
+        "time", f"about {duration(total_seconds)} on {threads}: {', '.join(phase_texts)}"
+    )
     console.print_entry(
         "by",
         f"{significant(OPERATIONS_PER_SECOND / 1e9)} GFLOP/s and {size(BYTES_PER_SECOND)}/s read and digested,"
@@ -241,14 +243,14 @@ def _show_forecast(console: Console, run_forecast: Forecast, output: str) -> Non
 
 
 def _disk_text(run_forecast: Forecast, output: str) -> str:
-    parts = [f"{size(run_forecast.work.output_bytes)} of weights"]
-    states, guide = run_forecast.work.states_bytes, run_forecast.work.guide_bytes
-    if states:
+    size_texts = [f"{size(run_forecast.work.output_bytes)} of weights"]
+    states_bytes, guide_bytes = run_forecast.work.states_bytes, run_forecast.work.guide_bytes
+    if states_bytes:
         reason = "hidden states" if run_forecast.on_disk else "more with --activations disk"
-        parts.append(f"{size(states)} {reason}")
-    if guide:
-        parts.append(f"{size(guide)} for the backward pass")
-    return f"{', '.join(parts)}, beside {output}; {size(run_forecast.free)} are free there"
+        size_texts.append(f"{size(states_bytes)} {reason}")
+    if guide_bytes:
+        size_texts.append(f"{size(guide_bytes)} for the backward pass")
+    return f"{', '.join(size_texts)}, beside {output}; {size(run_forecast.free)} are free there"
 
 
 def _shortages(run_forecast: Forecast, output: str) -> Iterator[tuple[str, str]]:

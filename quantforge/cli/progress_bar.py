@@ -35,12 +35,12 @@ BAR_WIDTH = 16
 
 def duration(seconds: float) -> str:
     """Return a duration as text: ``42 s``, ``3:05 min``, ``2:10 h``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60}:{rounded % 60:02} min"
+    return f"{rounded // 3600}:{rounded % 3600 // 60:02} h"
 
 
 def step_label(report: Progress) -> str:
@@ -210,8 +210,8 @@ class LineMeter:
             if self._clock.elapsed < self.hold:
                 continue
             early = self._clock.elapsed < EARLY_SECONDS
-            most = min(self.silence, EARLY_SILENCE) if early else self.silence
-            if not self._said.phase or time.monotonic() - self._said_at >= most:
+            max_silence = min(self.silence, EARLY_SILENCE) if early else self.silence
+            if not self._said.phase or time.monotonic() - self._said_at >= max_silence:
                 self._say()
 
 

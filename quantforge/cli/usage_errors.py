@@ -65,7 +65,7 @@ def convert_parser_error(error: Any, arguments: list[str], group: Any) -> UsageE
         arguments: the command line.
         group: the command group with all verbs.
     """
-    verb = next((word for word in arguments if not word.startswith("-")), "")
+    verb = next((argument for argument in arguments if not argument.startswith("-")), "")
     option, param = getattr(error, "option_name", None), getattr(error, "param", None)
     if option and arguments[0].startswith("-"):
         hint = "options come after the verb: quantforge quantize MODEL --bits 4"
@@ -101,30 +101,30 @@ def convert_parser_error(error: Any, arguments: list[str], group: Any) -> UsageE
     )
 
 
-def verb_hint(word: str, verbs: Collection[str]) -> str:
+def verb_hint(typed: str, verbs: Collection[str]) -> str:
     """Return a hint for an unknown verb."""
-    word = word.lower()
-    for words, hint in VERBS_OF_OTHER_TOOLS.items():
-        if word in words.split():
+    typed = typed.lower()
+    for aliases, hint in VERBS_OF_OTHER_TOOLS.items():
+        if typed in aliases.split():
             return hint
-    if close := get_close_matches(word, verbs, n=1):
+    if close := get_close_matches(typed, verbs, n=1):
         return f"did you mean '{close[0]}'?"
-    if Path(word).exists():
-        return f"a verb comes first: `quantforge inspect {word}`"
+    if Path(typed).exists():
+        return f"a verb comes first: `quantforge inspect {typed}`"
     return f"verbs: {', '.join(verbs)}"
 
 
 def _option_hint(option: str, verb: str, group: Any) -> str:
     """Return a hint for an option that a verb does not have."""
-    word = option.lstrip("-").lower().replace("_", "-")
+    typed = option.lstrip("-").lower().replace("_", "-")
     known = _flags(group.commands[verb])
-    for words, our_flags in OPTIONS_OF_OTHER_TOOLS.items():
-        if word in words.split() and (matching := [flag for flag in our_flags if flag in known]):
+    for aliases, our_flags in OPTIONS_OF_OTHER_TOOLS.items():
+        if typed in aliases.split() and (matching := [flag for flag in our_flags if flag in known]):
             return f"here it is {matching[0]}"
     if verbs := [name for name, flag in group.commands.items() if option in _flags(flag)]:
         return f"it is an option of {', '.join(verbs)}"
     return _nearest_option(
-        f"--{word}", group.commands[verb], f"`quantforge help {verb}` lists them"
+        f"--{typed}", group.commands[verb], f"`quantforge help {verb}` lists them"
     )
 
 
@@ -140,8 +140,8 @@ def _flags(command: Any) -> list[str]:
 
 def _typed_value(param: Any, arguments: list[str]) -> str:
     """Return the value that was typed for an option, after a space; "" if there is none."""
-    for index, word in enumerate(arguments):
-        flag, equals, value = word.partition("=")
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
         if flag in param.opts:
             return f" {value}" if equals else f" {' '.join(arguments[index + 1 : index + 2])}"
     return ""

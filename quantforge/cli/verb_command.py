@@ -42,9 +42,9 @@ def _fill_bare_options(command: Any, args: list[str]) -> list[str]:
         for flag in parameter.opts
     }
     filled: list[str] = []
-    for word, following in zip(args, [*args[1:], "--"], strict=False):
-        filled.append(word)
-        if word in flags and following.startswith("-") and "--" not in filled:
+    for argument, following in zip(args, [*args[1:], "--"], strict=False):
+        filled.append(argument)
+        if argument in flags and following.startswith("-") and "--" not in filled:
             filled.append("*")
     return filled
 

@@ -66,10 +66,10 @@ class LengthRange:
         Raises:
             UsageError: the text is neither a number nor a range.
         """
-        least, dots, most = text.partition("..")
-        if not least.isdecimal() or (dots and not most.isdecimal()) or len(text) > 20:
+        minimum, dots, maximum = text.partition("..")
+        if not minimum.isdecimal() or (dots and not maximum.isdecimal()) or len(text) > 20:
             raise UsageError(f"{option} {text}: no lengths", "write 128, or 16..256 for a range")
-        return cls(int(least), int(most if dots else least))
+        return cls(int(minimum), int(maximum if dots else minimum))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +251,8 @@ class Slo:
         """
         hint = "ttft=500ms,tpot=50ms (also e2e; units ms and s)"
         limits: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.strip().partition("=")
+        for item in text.split(","):
+            name, _, value = item.strip().partition("=")
             if name not in cls.__slots__ or name in limits:
                 raise UsageError(f"{option} {text}: {name!r}", hint)
             limits[name] = _parse_seconds(value, f"{option} {text}", hint)

@@ -273,11 +273,11 @@ class _CacheMeasurement:
         shape, device = self._decoder.cache_shape(kind), self._decoder.device
         cache = _Bfloat16InputCache(shape, 1, len(ids), device, scales=self._scales)
         cache.reserve(0, len(ids))
-        parts = []
-        for part in torch.split(ids.to(self._decoder.device), self._chunk):
-            parts.append(self._decoder.hidden(part[None], cache)[0])
-            cache.advance_all(len(part))
-        return torch.cat(parts)
+        states_by_chunk = []
+        for chunk_ids in torch.split(ids.to(self._decoder.device), self._chunk):
+            states_by_chunk.append(self._decoder.hidden(chunk_ids[None], cache)[0])
+            cache.advance_all(len(chunk_ids))
+        return torch.cat(states_by_chunk)
 
 
 class _Bfloat16InputCache(PagedCache):
@@ -285,7 +285,7 @@ class _Bfloat16InputCache(PagedCache):
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Round keys and values to bfloat16 and store them as `PagedCache.write` does."""
-        keys, values = (part.to(torch.bfloat16).to(part.dtype) for part in (keys, values))
+        keys, values = (tensor.to(torch.bfloat16).to(tensor.dtype) for tensor in (keys, values))
         super().write(layer, slots, keys, values)
 
 

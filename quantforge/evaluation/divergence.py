@@ -161,8 +161,8 @@ def score_reference(
     head = checked_head(model, windows.ids)
     count, length = windows.targets.shape
     shape = count, length, int(model.config.get_text_config().hidden_size)
-    states = InMemory(*shape) if directory is None else OnDisk(*shape, directory)
-    return Reference(states, head, _score(model, head, windows, store=states))
+    stored_states = InMemory(*shape) if directory is None else OnDisk(*shape, directory)
+    return Reference(stored_states, head, _score(model, head, windows, store=stored_states))
 
 
 def score(model: PreTrainedModel, windows: Windows, reference: Reference) -> ModelScores:
@@ -244,7 +244,10 @@ def _split_mlps(model: PreTrainedModel, max_tokens: int) -> Iterator[None]:
     blocks: Any = model.get_submodule(block_list_name(model)) if is_supported else ()
 
     def in_slices(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        return torch.cat([forward(part) for part in torch.split(hidden, max_tokens, dim=1)], dim=1)
+        return torch.cat(
+            [forward(hidden_slice) for hidden_slice in torch.split(hidden, max_tokens, dim=1)],
+            dim=1,
+        )
 
     for block in blocks:
         block.mlp.forward = partial(in_slices, block.mlp.forward)

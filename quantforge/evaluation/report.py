@@ -31,11 +31,11 @@ def render(evaluation: Evaluation, report_format: str) -> str:
 def markdown(evaluation: Evaluation) -> str:
     """Render the tables, the verdict and the protocol as Markdown, with the best values in bold."""
     verdict, shown_tables = evaluation.verdict, build_tables(evaluation, None)
-    parts = [_markdown_table(columns) for _, columns in shown_tables]
+    sections = [_markdown_table(columns) for _, columns in shown_tables]
     legend = f"`{PARETO_MARK}`: no other is as small and closer (Pareto front)"
-    parts.append(_bullet_list([*verdict.sentences, *([legend] if verdict.pareto_front else [])]))
-    parts.append(_bullet_list(notes(evaluation, column_headers(shown_tables))))
-    return "\n".join(part for part in parts if part)
+    sections.append(_bullet_list([*verdict.sentences, *([legend] if verdict.pareto_front else [])]))
+    sections.append(_bullet_list(notes(evaluation, column_headers(shown_tables))))
+    return "\n".join(section for section in sections if section)
 
 
 def _markdown_table(columns: Sequence[Column]) -> str:

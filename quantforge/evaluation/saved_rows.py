@@ -102,8 +102,8 @@ def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, setting
     """Return a hash of everything that the results depend on."""
     files: list[Path] = []
     for path, shards in ((model.path, model.original.shards) for model in models):
-        parts = [*shards, manifest.manifest_path(path)] if path.is_file() else []
-        files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
+        model_files = [*shards, manifest.manifest_path(path)] if path.is_file() else []
+        files += [path.absolute(), *(model_files or sorted(path.rglob("*")))]
     file_states = [[str(file), *_file_state(file)] for file in files]
     machine = [
         platform.node(),

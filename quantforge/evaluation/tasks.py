@@ -337,15 +337,15 @@ def _iterate_items(data: Any) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     stack = [data]
     while stack:
-        part = stack.pop()
-        if id(part) in seen:
+        child = stack.pop()
+        if id(child) in seen:
             continue
-        seen.add(id(part))
-        if isinstance(part, list):
-            stack += part
-        elif isinstance(part, dict):
-            stack += part.values()
-            for key, value in part.items():
+        seen.add(id(child))
+        if isinstance(child, list):
+            stack += child
+        elif isinstance(child, dict):
+            stack += child.values()
+            for key, value in child.items():
                 yield from ((key, item) for item in (value if isinstance(value, list) else [value]))
 
 

@@ -83,10 +83,10 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """Return the last component of each path, or as many components as are needed to make the names differ."""
-    parts = [Path(path).absolute().parts[1:] for path in paths]
-    different = len(set(parts))
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        short = ["/".join(part[-count:]) for part in parts]
+    path_parts = [Path(path).absolute().parts[1:] for path in paths]
+    different = len(set(path_parts))
+    for count in range(1, max(map(len, path_parts), default=0) + 1):
+        short = ["/".join(part[-count:]) for part in path_parts]
         if len(set(short)) == different:
             return short
     return list(paths)
@@ -129,8 +129,8 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
         ratio = rows[index][key] / reference[key] if reference[key] else math.nan
         if not 0 < ratio < math.inf or abs(ratio - 1) < SIZE_TOLERANCE:
             return ""
-        factor, word = (ratio, larger_word) if ratio > 1 else (1 / ratio, smaller_word)
-        return f", {significant(factor)} times {word} than {names[0]}"
+        factor, adjective = (ratio, larger_word) if ratio > 1 else (1 / ratio, smaller_word)
+        return f", {significant(factor)} times {adjective} than {names[0]}"
 
     def best_row(key: Callable[[Row], float]) -> int:
         """Return the index of the row with the smallest key."""
@@ -256,9 +256,9 @@ def _rival_sentences(rows: Sequence[Row], names: Sequence[str], front: Sequence[
 
 def _winner_sentences(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each winner; it says so if the reference itself is smaller or faster."""
-    words = {"size": "smallest", "quality": "closest", "speed": "fastest"}
+    adjectives = {"size": "smallest", "quality": "closest", "speed": "fastest"}
     return [
-        f"{words[winner.aspect]}{_after_reference(winner, rows)}: {winner.model} ({winner.figure})"
+        f"{adjectives[winner.aspect]}{_after_reference(winner, rows)}: {winner.model} ({winner.figure})"
         for winner in winners
     ]
 

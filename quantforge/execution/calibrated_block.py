@@ -140,7 +140,7 @@ class BlockRounder:
         if not self.plan.guided_hessians:
             needed = needs(self.plan.method, importance=self.recipe.rounding.weighs)
         else:
-            transforms = (METHODS[word].needs for word in self.plan.transforms)
+            transforms = (METHODS[transform].needs for transform in self.plan.transforms)
             needed = frozenset[Statistic]().union(*transforms)
         ranges = statistics_for_inputs(
             tensor.scheme.input for tensor in quantized.values() if tensor.scheme

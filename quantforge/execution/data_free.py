@@ -190,17 +190,17 @@ def round_in_strips(
 
     strips = ((matrix, rows) for matrix in matrices for rows in row_strips(matrix.tensor))
     with closing(in_order(rounded, strips, workers)) as done:
-        for matrix, parts in groupby(done, itemgetter(0)):
-            yield matrix, _write_strips(matrix, parts)
+        for matrix, matrix_strips in groupby(done, itemgetter(0)):
+            yield matrix, _write_strips(matrix, matrix_strips)
 
 
 def _write_strips(
-    matrix: StripRounding, parts: Iterable[tuple[StripRounding, int, Rounded, float]]
+    matrix: StripRounding, strips: Iterable[tuple[StripRounding, int, Rounded, float]]
 ) -> Record:
     """Write the strips of a matrix; return its record."""
     events: dict[str, Event] = {}
     errors, sizes = [], []
-    for _, first, rounded, size in parts:
+    for _, first, rounded, size in strips:
         matrix.write(first, rounded.tensor)
         sizes.append(size)
         errors.append(rounded.figures.get("error", 0.0) * size)

@@ -247,9 +247,11 @@ class GuidedRounding:
                 strips_done = done.setdefault(strip.linears, [])
                 strips_done.append(self._rounded(block, strip, statistics, targets))
                 if len(strips_done) == strip.count:
-                    whole = {targets[name].name: block.weight(name) for name in strip.linears}
+                    source_weights = {
+                        targets[name].name: block.weight(name) for name in strip.linears
+                    }
                     rounded = _join_strips(done.pop(strip.linears))
-                    merge_records(record, self._rounding.write(rounded, whole, statistics))
+                    merge_records(record, self._rounding.write(rounded, source_weights, statistics))
                 trim()
         return record
 
@@ -334,19 +336,23 @@ def _join_strips(strips: Sequence[RoundedRowStrip]) -> dict[str, Rounded]:
         return strips[0].rounded
     joined = {}
     for name, first in strips[0].rounded.items():
-        parts = [strip.rounded[name] for strip in strips]
-        tensors = [part.tensor for part in parts]
+        rounded_strips = [strip.rounded[name] for strip in strips]
+        tensors = [rounded_strip.tensor for rounded_strip in rounded_strips]
         parameters = {
             key: torch.cat([tensor.parameters[key] for tensor in tensors])
             for key in first.tensor.parameters
         }
         codes = torch.cat([tensor.codes for tensor in tensors])
-        events = dict.fromkeys(event for part in parts for event in part.events)
-        figures = dict.fromkeys((key for part in parts for key in part.figures), 0.0)
-        whole = sum(strip.sizes[name] for strip in strips) or 1.0
-        for part, strip in zip(parts, strips, strict=True):
-            for key, value in part.figures.items():
-                figures[key] += value * strip.sizes[name] / whole if key == "error" else value
+        events = dict.fromkeys(
+            event for rounded_strip in rounded_strips for event in rounded_strip.events
+        )
+        figures = dict.fromkeys(
+            (key for rounded_strip in rounded_strips for key in rounded_strip.figures), 0.0
+        )
+        total_size = sum(strip.sizes[name] for strip in strips) or 1.0
+        for rounded_strip, strip in zip(rounded_strips, strips, strict=True):
+            for key, value in rounded_strip.figures.items():
+                figures[key] += value * strip.sizes[name] / total_size if key == "error" else value
         tensor = QuantizedTensor(codes, parameters, first.tensor.scheme)
         joined[name] = Rounded(tensor, tuple(events), figures)
     return joined

@@ -94,8 +94,10 @@ class MatrixRounder:
         for name, result in rounded.items():
             tensor = self._by_name[name]
             inputs = self._recipe.activation_range
-            whole = add_input_parameters(result.tensor, tensor, weights[name], statistics, inputs)
-            self.pack_and_write(tensor, whole)
+            quantized = add_input_parameters(
+                result.tensor, tensor, weights[name], statistics, inputs
+            )
+            self.pack_and_write(tensor, quantized)
             counted, outlier_events = count_outliers(tensor, statistics)
             events = [event.to_json() for event in (*result.events, *outlier_events)]
             merge_records(
@@ -128,14 +130,14 @@ class MatrixRounder:
         else:
             self.output.write_unquantized_rows(tensor, partial(self.source.rows, tensor))
 
-    def pack_and_write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
+    def pack_and_write(self, tensor: TensorPlan, quantized: QuantizedTensor) -> None:
         """Pack a rounded matrix as the format stores it, and write it.
 
         Raises:
             RefusedError: the files cannot hold a value.
         """
         try:
-            packed = self.output.storage.pack(tensor, whole)
+            packed = self.output.storage.pack(tensor, quantized)
         except RefusedError as error:  # the format cannot represent a value
             raise RefusedError(
                 f"{tensor.name}: {error.message}", error.hint, tensor=tensor.name
@@ -230,8 +232,8 @@ def outlier_columns(activation: Activation, peaks: Tensor) -> Tensor:
     return order[peaks[order] > (activation.threshold or 0.0)].sort().values
 
 
-def _outlier_parameters(weight: Tensor, columns: Tensor, most: int) -> dict[str, Tensor]:
-    slots = min(most, weight.shape[1])
+def _outlier_parameters(weight: Tensor, columns: Tensor, max_columns: int) -> dict[str, Tensor]:
+    slots = min(max_columns, weight.shape[1])
     padded = torch.nn.functional.pad(columns, (0, slots - len(columns)), value=-1)
     values = weight.new_zeros(len(weight), slots)
     values[:, : len(columns)] = weight[:, columns]

@@ -399,9 +399,9 @@ class SharedStates:
         path = self._file(self.block, start)
         states = torch.empty(stop - start, *self._shape)
         size = states.nbytes + CHECKSUM_BYTES
-        data, whole = bytearray(), False
-        while not (data or whole):
-            whole = self.is_complete()
+        data, is_final = bytearray(), False
+        while not (data or is_final):
+            is_final = self.is_complete()
             with suppress(InputError):  # deleted as soon as another rank finishes the block
                 data = bytearray(FILES.read_start(path, HIDDEN_STATES, size + 1, self._directory))
             if not data:

@@ -73,8 +73,8 @@ class UnitOutput:
         """Write an unquantized tensor; with several outputs, its last dimension is distributed over them in turn."""
         for position, output in enumerate(tensor.outputs):
             count = len(tensor.outputs)
-            part = value[..., position::count] if count > 1 else value
-            self.write(output.name, self._to_stored(tensor, part))
+            output_value = value[..., position::count] if count > 1 else value
+            self.write(output.name, self._to_stored(tensor, output_value))
 
     def write_unquantized_rows(
         self, tensor: TensorPlan, read: Callable[[int, int], Tensor]

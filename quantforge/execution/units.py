@@ -121,8 +121,8 @@ def work_shares(units: Iterable[Unit]) -> dict[str, float]:
     if tuned := [name for name in shares if name.startswith(TUNE)]:
         tuning_work = 2 * sum(shares.values()) / len(tuned)  # measured where rounding is fast
         shares |= dict.fromkeys(tuned, tuning_work)
-    whole = sum(shares.values()) or 1.0
-    return {name: work / whole for name, work in shares.items()}
+    total_work = sum(shares.values()) or 1.0
+    return {name: work / total_work for name, work in shares.items()}
 
 
 def check_shareable(

@@ -139,13 +139,13 @@ def compute_checksums(path: Path, model_dir: Path | None) -> Checksums:
             -(-max(size // _MAX_CHUNKS, 1) // _MIN_CHUNK_BYTES) * _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES
         )
         state, buffer = hashlib.sha256(), memoryview(bytearray(min(_READ_BYTES, chunk_bytes)))
-        states = [state.copy()]
+        hash_states = [state.copy()]
         for start in range(0, size, chunk_bytes):
             end = min(start + chunk_bytes, size)
             for offset in range(start, end, len(buffer)):
-                part = buffer[: end - offset]
-                if not system.read_into(descriptor, part, offset):
+                chunk = buffer[: end - offset]
+                if not system.read_into(descriptor, chunk, offset):
                     raise changed_error(path)
-                state.update(part)
-            states.append(state.copy())
-    return Checksums(size, state.hexdigest(), chunk_bytes, tuple(states))
+                state.update(chunk)
+            hash_states.append(state.copy())
+    return Checksums(size, state.hexdigest(), chunk_bytes, tuple(hash_states))

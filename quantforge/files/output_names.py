@@ -18,8 +18,8 @@ PART_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?\Z")
 
 def final_name(out: Path, name: str) -> str:
     """Return the final name of a planned weight file: the output's name, with the number of the part."""
-    part = PART_NUMBER.search(name)
-    return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
+    match = PART_NUMBER.search(name)
+    return out.name if match is None else f"{out.stem}-{match[1]}-of-{match[2]}{out.suffix}"
 
 
 def projector_name(out: Path) -> str:
@@ -29,17 +29,17 @@ def projector_name(out: Path) -> str:
 
 def part_paths(file: Path) -> list[Path]:
     """Return the paths of all parts of a set of numbered files; for any other file, its own path."""
-    part = PART_NUMBER.search(file.name)
-    if part is None:
+    match = PART_NUMBER.search(file.name)
+    if match is None:
         return [file]
-    prefix, count, suffix = file.name[: part.start()], part[2], part[3] or ""
+    prefix, count, suffix = file.name[: match.start()], match[2], match[3] or ""
     return [file.with_name(f"{prefix}-{n:05}-of-{count}{suffix}") for n in range(1, int(count) + 1)]
 
 
 def side_path(file: Path, suffix: str = MANIFEST_SUFFIX) -> Path:
     """Return the path of a file's manifest, or of the side file with ``suffix``; numbered files share one."""
-    part = PART_NUMBER.search(file.name)
-    name = file.name if part is None else file.name[: part.start()] + (part[3] or "")
+    match = PART_NUMBER.search(file.name)
+    name = file.name if match is None else file.name[: match.start()] + (match[3] or "")
     return file.with_name(name + suffix)
 
 

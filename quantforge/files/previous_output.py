@@ -224,15 +224,15 @@ def _made_from(manifest: Path) -> str:
 
 def file_size(root: Path, name: str) -> int | None:
     """Return the size of a regular file below ``root``; -1 if it is a link or not a file, None if it is missing."""
-    parts = PurePosixPath(name).parts
-    for depth in range(1, len(parts) + 1):
+    path_parts = PurePosixPath(name).parts
+    for depth in range(1, len(path_parts) + 1):
         try:
-            status = root.joinpath(*parts[:depth]).lstat()
+            status = root.joinpath(*path_parts[:depth]).lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
             return _NOT_A_FILE
-        if depth < len(parts) and not stat.S_ISDIR(status.st_mode):
+        if depth < len(path_parts) and not stat.S_ISDIR(status.st_mode):
             return _NOT_A_FILE
     return status.st_size if stat.S_ISREG(status.st_mode) else _NOT_A_FILE
 

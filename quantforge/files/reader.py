@@ -141,9 +141,9 @@ class Checkpoint:
         nested = self.config.get("text_config")
         for config in (self.config, nested if isinstance(nested, dict) else {}):
             for key in ("dtype", "torch_dtype"):
-                word = str(config.get(key)).removeprefix("torch.")
+                dtype_name = str(config.get(key)).removeprefix("torch.")
                 for name in _FLOAT_DTYPES:
-                    if TORCH_NAMES[name] == word:
+                    if TORCH_NAMES[name] == dtype_name:
                         return name
         count: Counter[str] = Counter()
         for entry in self.entries.values():

@@ -119,7 +119,7 @@ def read_header(path: Path, root: Path | None = None) -> dict[str, TensorEntry]:
             entries = _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
         for name, entry in entries.items():
             if entry.nbytes <= _MAX_DESCRIPTION_BYTES and any(
-                part in name for part in DESCRIPTION_NAMES
+                description in name for description in DESCRIPTION_NAMES
             ):
                 data = os.pread(descriptor, entry.nbytes, entry.start)
                 if len(data) != entry.nbytes:

@@ -264,14 +264,20 @@ class Stage:
     @contextmanager
     def _new_file(self, relative: str, size: int) -> Iterator[int]:
         """Create a file of ``size`` bytes and its parent directories; a link in place of one is an error."""
-        parts = PurePosixPath(relative).parts
-        if not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
+        path_parts = PurePosixPath(relative).parts
+        if (
+            not path_parts
+            or path_parts[0] == "/"
+            or ".." in path_parts
+            or "\\" in relative
+            or "\0" in relative
+        ):
             raise ValueError(f"{relative!r} is no place inside the output")
-        target = self.path.joinpath(*parts)
+        target = self.path.joinpath(*path_parts)
         with write_errors(target, size):
             directory = self.path
-            for part in parts[:-1]:
-                directory = directory / part
+            for directory_name in path_parts[:-1]:
+                directory = directory / directory_name
                 make_directory(directory)
             with atomic_file(target, target.name + PART_SUFFIX, self._disk) as descriptor:
                 yield descriptor
@@ -489,9 +495,9 @@ class FileStage(Stage):
         )
 
     def _is_part(self, name: str) -> bool:
-        part = PART_NUMBER.search(name)
+        match = PART_NUMBER.search(name)
         own_parts = (self.out.stem, self.out.suffix)
-        return part is not None and (name[: part.start()], part[3] or "") == own_parts
+        return match is not None and (name[: match.start()], match[3] or "") == own_parts
 
 
 def _remove_tree(directory: Path) -> None:

@@ -192,8 +192,8 @@ def parse_removed(text: str) -> RemovedExperts:
         InputError: it is not such a text.
     """
     removed: dict[int, tuple[int, ...]] = {}
-    for part in text.split(", "):
-        match = _LAYER.fullmatch(part)
+    for layer_text in text.split(", "):
+        match = _LAYER.fullmatch(layer_text)
         if match is None:
             raise InputError(f"{REMOVED_EXPERTS}: {text[:60]!r}", "the manifest is damaged")
         removed[int(match[1])] = tuple(map(int, match[2].split(" ")))

@@ -35,8 +35,10 @@ Shards = Sequence[Sequence[StoredTensor]]
 
 def natural_sort_key(name: str) -> tuple[list[int | str], str]:
     """Return a sort key under which runs of digits compare as numbers; ``01`` comes before ``1``."""
-    parts = _DIGIT_RUN.split(name)
-    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
+    name_parts = _DIGIT_RUN.split(name)
+    return [
+        int(name_part) if index % 2 else name_part for index, name_part in enumerate(name_parts)
+    ], name
 
 
 def plan_shards(

@@ -186,11 +186,11 @@ def _pack_words(codes: Tensor) -> Tensor:
     return pack_rows(codes.reshape(rows, -1, 8)[..., list(NIBBLE_ORDER)].reshape(rows, outputs), 4)
 
 
-def _unpack_codes(words: Tensor) -> Tensor:
+def _unpack_codes(packed: Tensor) -> Tensor:
     from quantforge.packers.bits import unpack_rows
 
-    rows, outputs = words.shape[0], words.shape[1] * 8
-    nibbles = unpack_rows(words, 4, outputs).view(rows, -1, 8)
+    rows, outputs = packed.shape[0], packed.shape[1] * 8
+    nibbles = unpack_rows(packed, 4, outputs).view(rows, -1, 8)
     return nibbles[..., list(_INVERSE_ORDER)].view(rows, outputs).T.contiguous()
 
 
@@ -279,11 +279,13 @@ def _read_layout(
     module: str, size: int, zero: Zero, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     scale = scale_type_of(tensors, f"{module}.scales")
-    columns, words = matrix_shape(tensors, f"{module}.qweight")
+    columns, packed_columns = matrix_shape(tensors, f"{module}.qweight")
     size = columns if size == -1 else size
     require_whole_groups(module, columns, size)
     scheme = LayerScheme(Scheme("int4", PerGroup(size), zero, scale))
-    names = tuple(tensor.name for tensor in packed_tensors(module, scheme, (words * 8, columns)))
-    layout = ModuleLayout(module, scheme, (words * 8, columns), names)
+    names = tuple(
+        tensor.name for tensor in packed_tensors(module, scheme, (packed_columns * 8, columns))
+    )
+    layout = ModuleLayout(module, scheme, (packed_columns * 8, columns), names)
     require_headers(tensors, expected_headers(layout, packed_tensors))
     return layout

@@ -487,8 +487,8 @@ def find_layouts(
         for name in tensors
         if name.endswith(".SCB")
     ]
-    states = (name.rpartition(STATE_SUFFIX) for name in tensors if STATE_SUFFIX in name)
-    layouts += [_block_layout(config, module, grid, tensors) for module, _, grid in states]
+    state_names = (name.rpartition(STATE_SUFFIX) for name in tensors if STATE_SUFFIX in name)
+    layouts += [_block_layout(config, module, grid, tensors) for module, _, grid in state_names]
     if layouts:
         _check_options(quantization, layouts, tensors)
     return layouts

@@ -148,9 +148,9 @@ def unquantized_linears(plan: Plan) -> list[str]:
 
 def name_within_block(module: str) -> str:
     """Return the module name relative to its block, "" if it is outside of the blocks."""
-    parts = module.split(".")
-    numbered = [index for index, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[numbered[0] + 1 :]) if numbered else ""
+    name_parts = module.split(".")
+    numbered = [index for index, name_part in enumerate(name_parts) if name_part.isdecimal()]
+    return ".".join(name_parts[numbered[0] + 1 :]) if numbered else ""
 
 
 def name_variants(module: str, config: Mapping[str, Any]) -> list[str]:
@@ -214,7 +214,7 @@ def skip_list_with_stacked_experts(
     names = [
         name
         for mixture in stacks
-        for local in (mixture, *(f"{mixture}.0.{part}" for part in _EXPERT_PROJECTIONS))
+        for local in (mixture, *(f"{mixture}.0.{projection}" for projection in _EXPERT_PROJECTIONS))
         for name in name_variants(local, config)
     ]
     return sorted({*skip_list(plan, config, quantized), *names})

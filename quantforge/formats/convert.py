@@ -177,9 +177,9 @@ def _tile_shape(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def _is_finer(scheme: Scheme, target: Scheme, shape: tuple[int, int]) -> bool:
-    whole = isinstance(scheme.granularity, PerTensor)
-    if whole or isinstance(target.granularity, PerTensor):
-        return whole
+    is_per_tensor = isinstance(scheme.granularity, PerTensor)
+    if is_per_tensor or isinstance(target.granularity, PerTensor):
+        return is_per_tensor
     old, new = _tile_shape(scheme, shape), _tile_shape(target, shape)
     return old[0] % new[0] == 0 and old[1] % new[1] == 0
 
@@ -295,7 +295,7 @@ def _repeat_for_groups(
 
 
 def _convert_scales(
-    scales: Tensor, target: Scheme, words: tuple[str, str] = ("scale", "scales")
+    scales: Tensor, target: Scheme, nouns: tuple[str, str] = ("scale", "scales")
 ) -> tuple[Tensor, str]:
     if target.scale is None:
         return scales, ""
@@ -303,12 +303,12 @@ def _convert_scales(
     lost = (~converted.isfinite()) | ((converted == 0) & (scales != 0))
     if bool(lost.any()):
         raise RefusedError(
-            f"a {words[0]} of {scales[lost][0].item():.3g} is outside of the range of {target.scale}",
+            f"a {nouns[0]} of {scales[lost][0].item():.3g} is outside of the range of {target.scale}",
             "export to a format that stores wider scales (compressed-tensors holds f32)",
         )
     changed = int((converted.double() != scales.double()).sum())
     reason = (
-        f"{changed} of {scales.numel()} {words[1]} are not {target.scale} numbers"
+        f"{changed} of {scales.numel()} {nouns[1]} are not {target.scale} numbers"
         if changed
         else ""
     )

@@ -79,22 +79,22 @@ class QuantizedWeightReader:
         rows = self.layout.shape[0]
         endings = self.file_format.INFO.row_sliced_suffixes
         if (first, last) == (0, rows):
-            tensors = {part: checkpoint.read(part) for part in layout.tensor_names}
+            tensors = {name: checkpoint.read(name) for name in layout.tensor_names}
             return self.file_format.unpack(layout, tensors).decode()
         scheme, tensors = layout.scheme.weight, {}
-        for part in layout.tensor_names:
-            shape = checkpoint.entries[part].shape
-            if not part.endswith(endings) or shape in {(), (1,)}:
-                tensors[part] = checkpoint.read(part)
+        for name in layout.tensor_names:
+            shape = checkpoint.entries[name].shape
+            if not name.endswith(endings) or shape in {(), (1,)}:
+                tensors[name] = checkpoint.read(name)
             elif shape[0] == rows:
-                tensors[part] = checkpoint.read_rows(part, first, last)
+                tensors[name] = checkpoint.read_rows(name, first, last)
             elif isinstance(scheme.granularity, Tile):
-                tensors[part] = _repeat_tile_rows(
-                    checkpoint, part, scheme.granularity.rows, first, last
+                tensors[name] = _repeat_tile_rows(
+                    checkpoint, name, scheme.granularity.rows, first, last
                 )
             else:  # a stream of zero points along the rows
                 start, stop = (-(-row * scheme.bits // WORD_BITS) for row in (first, last))
-                tensors[part] = checkpoint.read_rows(part, start, stop)
+                tensors[name] = checkpoint.read_rows(name, start, stop)
         if isinstance(scheme.granularity, Tile):
             scheme = replace(scheme, granularity=Tile(1, scheme.granularity.columns))
         layer = replace(layout.scheme, weight=scheme)
@@ -123,7 +123,7 @@ def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
     """Return a view of a quantized checkpoint with float32 weights; errors as `quantized_weight_readers`."""
     weights = quantized_weight_readers(checkpoint)
     headers = checkpoint.stored_tensors()
-    used = {part for rows, _ in weights.values() for part in rows.layout.tensor_names}
+    used = {tensor_name for rows, _ in weights.values() for tensor_name in rows.layout.tensor_names}
     added = {
         name: replace(
             checkpoint.entries[rows.layout.tensor_names[0]], name=name, dtype="F32", shape=shape
@@ -194,7 +194,7 @@ def decode_weights(
         config=unquantized_config(checkpoint),
         new_entries=added,
         removed=used.union(left_out),
-        facts={PRECISION: ", ".join(words for words, _ in weight_counts.most_common())},
+        facts={PRECISION: ", ".join(precision for precision, _ in weight_counts.most_common())},
     )
 
 

@@ -58,8 +58,8 @@ KEY = "fp8"
 
 
 def _tiles_only(scheme: Scheme, _: tuple[int, int]) -> str:
-    whole = isinstance(scheme.granularity, PerTensor)
-    return "tiles of 128x128 only" if whole else ""
+    is_per_tensor = isinstance(scheme.granularity, PerTensor)
+    return "tiles of 128x128 only" if is_per_tensor else ""
 
 
 ENGINES = engine_table(

@@ -303,14 +303,14 @@ def _skip_rules(
     entry.
     """
     skipped = [name for name in unquantized_linears(plan) if name_within_block(name)]
-    whole = unquantized_expert_modules(plan, config, modules)
-    if not skipped and not whole:
+    skipped_experts = unquantized_expert_modules(plan, config, modules)
+    if not skipped and not skipped_experts:
         return {}
     relative = list(dict.fromkeys(map(name_within_block, modules)))
     mixed = any(name_within_block(name) in relative for name in skipped)
     return {
         # The model's own name may have a prefix that the checkpoint's has not (gpt2).
-        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*skipped, *whole)},
+        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*skipped, *skipped_experts)},
         "modules_in_block_to_quantize": [list(modules) if mixed else relative],
     }
 
@@ -360,8 +360,8 @@ def _read_layout(
             tensor=module,
         )
     scale = scale_type_of(tensors, f"{module}.scales")
-    words, rows = matrix_shape(tensors, f"{module}.qweight")
-    columns = words * 32 // bits
+    packed_rows, rows = matrix_shape(tensors, f"{module}.qweight")
+    columns = packed_rows * 32 // bits
     granularity = PerGroup(size) if size > 0 else Row()
     zero = Zero.NONE if config.get("sym", True) else Zero.INT
     scheme = Scheme(f"int{bits}", granularity, zero, scale)

@@ -144,13 +144,13 @@ def packed_tensors(
 ) -> tuple[StoredTensor, ...]:
     """Return the headers of the stored tensors of one module."""
     scheme = stored_scheme(layer.weight, shape)
-    words = StoredTensor(f"{module}.weight", "U32", (shape[0], shape[1] * scheme.bits // 32))
+    packed_codes = StoredTensor(f"{module}.weight", "U32", (shape[0], shape[1] * scheme.bits // 32))
     size = scheme.parameter_shape(shape)
     if not scheme.integer:
-        return (words, StoredTensor(f"{module}.scales", "U8", size))
+        return (packed_codes, StoredTensor(f"{module}.scales", "U8", size))
     kind = (scheme.scale or ScaleType.BF16).value.upper()
     names = (f"{module}.scales", f"{module}.biases")
-    return (words, *(StoredTensor(name, kind, size) for name in names))
+    return (packed_codes, *(StoredTensor(name, kind, size) for name in names))
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -163,11 +163,14 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     require_possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
     codes = tensor.codes.contiguous()
-    words = pack_rows(codes.view(torch.uint8), scheme.bits).view(torch.uint32)
+    packed_codes = pack_rows(codes.view(torch.uint8), scheme.bits).view(torch.uint32)
     if not scheme.integer:
-        return {f"{module}.weight": words, f"{module}.scales": tensor.parameters["exponents"]}
+        return {
+            f"{module}.weight": packed_codes,
+            f"{module}.scales": tensor.parameters["exponents"],
+        }
     return {
-        f"{module}.weight": words,
+        f"{module}.weight": packed_codes,
         f"{module}.scales": tensor.parameters["scales"],
         f"{module}.biases": tensor.parameters["mins"],
     }
@@ -271,8 +274,8 @@ def _read_layout(
             tensor=module,
             subject="config.json",
         )
-    rows, words = matrix_shape(tensors, f"{module}.weight")
-    shape = (rows, words * 32 // scheme.bits)
+    rows, packed_columns = matrix_shape(tensors, f"{module}.weight")
+    shape = (rows, packed_columns * 32 // scheme.bits)
     require_whole_groups(module, shape[1], group := scheme.group_size(0))
     layer = LayerScheme(scheme)
     expected = packed_tensors(module, layer, shape)

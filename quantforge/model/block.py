@@ -351,8 +351,8 @@ class DecoderBlock:
                 for batch in self._kept_batches or self._rows.micro_batches():
                     if batch.start >= rows:
                         break
-                    for part in batch.split():  # in float32: small differences are compared
-                        self._run(part)
+                    for call in batch.split():  # in float32: small differences are compared
+                        self._run(call)
         finally:
             handle.remove()
         return calls

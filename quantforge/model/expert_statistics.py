@@ -128,8 +128,10 @@ class ExpertStatistics:
         if self._cached_input_statistics is None:
             accumulator, device = Accumulator(self._requested), self._experts.device(number)
             with one_thread():
-                for part in torch.split(self._all_tokens, TOKENS_PER_RUN * RUNS_TOGETHER):
-                    runs = torch.split(part, TOKENS_PER_RUN)
+                for tokens_together in torch.split(
+                    self._all_tokens, TOKENS_PER_RUN * RUNS_TOGETHER
+                ):
+                    runs = torch.split(tokens_together, TOKENS_PER_RUN)
                     states = [self._tokens.states(run).to(device) for run in runs]
                     run_parallel(lambda job: job(), accumulator.addition_jobs(states))
             self._cached_input_statistics = accumulator.result()

@@ -270,10 +270,12 @@ class Experts:
                 run_parallel(lambda job: job(), jobs)
                 if add:
                     assert weight_runs is not None
-                    for part, result, weight in zip(token_runs, results, weight_runs, strict=True):
+                    for run_tokens, result, weight in zip(
+                        token_runs, results, weight_runs, strict=True
+                    ):
                         outputs = result.outputs.cpu() * weight[:, None]
                         norm_sum += float(torch.linalg.vector_norm(outputs, dim=1).double().sum())
-                        self.tokens.add_outputs(part, outputs)
+                        self.tokens.add_outputs(run_tokens, outputs)
         return norm_sum
 
     def inputs(self, number: int, tokens: Tensor) -> Mapping[str, Tensor]:

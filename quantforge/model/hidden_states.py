@@ -70,8 +70,8 @@ class StateLayout(NamedTuple):
         """Return packed states in the layout of the blocks."""
         if self.row_axis == 0 and len(self.other_sizes) == 1:
             return states
-        whole = states.reshape(*states.shape[:2], *self.other_sizes)
-        return whole.movedim((0, 1), (self.row_axis, self.row_axis + 1))
+        reshaped = states.reshape(*states.shape[:2], *self.other_sizes)
+        return reshaped.movedim((0, 1), (self.row_axis, self.row_axis + 1))
 
 
 class HiddenStates(Protocol):

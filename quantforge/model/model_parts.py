@@ -23,11 +23,15 @@ def find_base_model(model: PreTrainedModel) -> PreTrainedModel | None:
     if model.base_model is not model:
         return model.base_model
     table = model.get_input_embeddings()
-    for part in model.modules():
-        if part is model or not isinstance(part, Model) or part.get_output_embeddings() is not None:
+    for candidate in model.modules():
+        if (
+            candidate is model
+            or not isinstance(candidate, Model)
+            or candidate.get_output_embeddings() is not None
+        ):
             continue
-        if any(module is table for module in part.modules()):
-            return part
+        if any(module is table for module in candidate.modules()):
+            return candidate
     return None
 
 
@@ -46,9 +50,13 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
     if head is not None:
         return head
     table = model.get_input_embeddings()
-    for part in model.modules():
-        if part is not model and isinstance(part, Model) and part.get_input_embeddings() is table:
-            layer: nn.Module | None = part.get_output_embeddings()
+    for submodule in model.modules():
+        if (
+            submodule is not model
+            and isinstance(submodule, Model)
+            and submodule.get_input_embeddings() is table
+        ):
+            layer: nn.Module | None = submodule.get_output_embeddings()
             if layer is not None:
                 return layer
     return None
@@ -94,6 +102,6 @@ def text_decoder(model: PreTrainedModel, blocks: str) -> nn.Module:
 
     decoder: nn.Module = model
     for name in accumulate(blocks.split(".")[:-1], "{}.{}".format):
-        part = model.get_submodule(name)
-        decoder = part if isinstance(part, Model) else decoder
+        submodule = model.get_submodule(name)
+        decoder = submodule if isinstance(submodule, Model) else decoder
     return decoder

@@ -140,11 +140,11 @@ class ModelStream:
         """Embed all rows, then yield each block with its weights loaded."""
         self.embed()
         for index in range(len(self._blocks)):
-            part = self.block(index)
-            yield part
-            if not part.advanced:
-                raise RuntimeError(f"{part.name} was not advanced")
-            part.release()
+            decoder_block = self.block(index)
+            yield decoder_block
+            if not decoder_block.advanced:
+                raise RuntimeError(f"{decoder_block.name} was not advanced")
+            decoder_block.release()
             if self._replayed_inputs is not None and index in self._replayed_inputs.reread_states:
                 self._replayed_inputs.reread_states[index] = self._copy_states()
 

@@ -133,10 +133,11 @@ def _paley(order: int) -> tuple[tuple[int, ...], ...]:
             tuple(entry + (row == column) for column, entry in enumerate(entries))
             for row, entries in enumerate(matrix)
         )
-    whole, diagonal = ((1, 1), (1, -1)), ((1, -1), (-1, -1))
+    off_diagonal, diagonal = ((1, 1), (1, -1)), ((1, -1), (-1, -1))
     return tuple(
         tuple(
-            (diagonal if row == column else whole)[upper][left] * (1 if row == column else entry)
+            (diagonal if row == column else off_diagonal)[upper][left]
+            * (1 if row == column else entry)
             for column, entry in enumerate(entries)
             for left in (0, 1)
         )

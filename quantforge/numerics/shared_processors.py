@@ -75,9 +75,9 @@ def processor_quota() -> float | None:
 def _limit(folder: Path) -> float | None:
     """Return the quota of one cgroup in processors, None without one; v2 has it in one file, v1 in two."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        words = " ".join(_system_text(folder / name) for name in names).split()
-        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-            return int(words[0]) / int(words[1])
+        fields = " ".join(_system_text(folder / name) for name in names).split()
+        if len(fields) == 2 and all(field.isdecimal() for field in fields) and int(fields[1]):
+            return int(fields[0]) / int(fields[1])
     return None
 
 

@@ -100,20 +100,20 @@ class Team:
         workers: int,
         share: int,
         work: Callable[[Part], Result],
-        parts: Sequence[Part],
+        items: Sequence[Part],
     ) -> list[Result]:
-        """Return ``work(part)`` for all parts, in order, on ``workers`` threads with ``share`` torch threads each.
+        """Return ``work(item)`` for all parts, in order, on ``workers`` threads with ``share`` torch threads each.
 
         The calling thread is one of them. Pools are reused by ``kind`` and size. After an error no further part is
         started, and the error of the first failed part is raised.
         """
-        workers, before = min(workers, len(parts)), torch.get_num_threads()
+        workers, before = min(workers, len(items)), torch.get_num_threads()
         pool = self._pools.get((kind, workers))
         if pool is None:
             pool = self._stack.enter_context(ThreadPoolExecutor(max(1, workers - 1)))
             self._pools[kind, workers] = pool
         inference = torch.is_inference_mode_enabled()
-        todo, errors = deque(range(len(parts))), dict[int, BaseException]()
+        todo, errors = deque(range(len(items))), dict[int, BaseException]()
         results: dict[int, Result] = {}
 
         def work_through() -> None:
@@ -125,7 +125,7 @@ class Team:
                     except IndexError:
                         return
                     try:
-                        results[index] = work(parts[index])
+                        results[index] = work(items[index])
                     except BaseException as error:
                         errors[index] = error
                         todo.clear()
@@ -139,7 +139,7 @@ class Team:
             wait(futures)
         if errors:
             raise errors[min(errors)]
-        return [results[index] for index in range(len(parts))]
+        return [results[index] for index in range(len(items))]
 
     def close(self) -> None:
         """Stop the threads."""
@@ -167,22 +167,22 @@ def reproducible() -> Iterator[None]:
 
 
 def run_parallel(
-    work: Callable[[Part], Result], parts: Sequence[Part], workers: int | None = None
+    work: Callable[[Part], Result], items: Sequence[Part], workers: int | None = None
 ) -> list[Result]:
-    """Return ``work(part)`` for all parts in order, at most ``workers`` at a time, sharing the run's threads evenly.
+    """Return ``work(item)`` for all parts in order, at most ``workers`` at a time, sharing the run's threads evenly.
 
     Outside of `reproducible` parts run one after the other. They must be independent and must not call this function.
     Between two calls, torch is best left on one thread: its own threads keep spinning for a while when idle.
     """
     workers = min(
-        workers or len(parts), len(parts), ACTIVE_TEAMS[-1].threads if ACTIVE_TEAMS else 1
+        workers or len(items), len(items), ACTIVE_TEAMS[-1].threads if ACTIVE_TEAMS else 1
     )
     if workers <= 1:
-        return [work(part) for part in parts]
-    return ACTIVE_TEAMS[-1].map("parts", workers, threads_per_part(workers), work, parts)
+        return [work(item) for item in items]
+    return ACTIVE_TEAMS[-1].map("parts", workers, threads_per_part(workers), work, items)
 
 
-def threads_per_part(parts: int) -> int:
+def threads_per_part(num_parts: int) -> int:
     """Return the number of threads per part if this many parts run `run_parallel`."""
     threads = ACTIVE_TEAMS[-1].threads if ACTIVE_TEAMS else 1
-    return threads // min(threads, parts)
+    return threads // min(threads, num_parts)

@@ -234,8 +234,8 @@ class _IntegerScaleSearch(ScaleSearch):
 
     def max_rounded(self) -> float:
         """Return the largest magnitude that `round_under` gave."""
-        least, most = self._rounded.aminmax()
-        return max(-least.item(), most.item())
+        minimum, maximum = self._rounded.aminmax()
+        return max(-minimum.item(), maximum.item())
 
     def flip_sign(self) -> None:
         """Go on with the candidate scale of the opposite sign."""
@@ -257,8 +257,8 @@ class _IntegerScaleSearch(ScaleSearch):
         low, high = self.code_limits
         if high < -2 * low:  # symmetric: the limits are numbers, which is faster
             return torch.clamp(self._rounded, low, high, out=self._codes)
-        least, most = (low - zero).unsqueeze(1), (high - zero).unsqueeze(1)
-        return torch.clamp(self._rounded, least, most, out=self._codes)
+        minima, maxima = (low - zero).unsqueeze(1), (high - zero).unsqueeze(1)
+        return torch.clamp(self._rounded, minima, maxima, out=self._codes)
 
     def broadcast(self, scales: Tensor) -> Tensor:
         return scales.unsqueeze(1)

@@ -121,10 +121,10 @@ class MixtureSearch:
             [self._group_bytes(group, name) for name in self.candidate_plans]
             for group in self.groups
         ]
-        least, most = sum(map(min, group_sizes)), sum(map(max, group_sizes))
+        min_bytes, max_bytes = sum(map(min, group_sizes)), sum(map(max, group_sizes))
         budget = size_budget(self.target, self.first_plan)
-        if not least <= budget.linear_bytes <= most:
-            too_small = budget.linear_bytes < least
+        if not min_bytes <= budget.linear_bytes <= max_bytes:
+            too_small = budget.linear_bytes < min_bytes
             side = "below the smallest" if too_small else "above the largest"
             names_of_candidates = (
                 f"{', '.join(self.candidate_plans)}{exclusion_note(self.excluded)}"
@@ -133,13 +133,13 @@ class MixtureSearch:
                 zip(map(sum, zip(*group_sizes, strict=True)), self.candidate_plans, strict=True)
             )[1]
             detail = (
-                budget.memory_parts(least)
+                budget.memory_parts(min_bytes)
                 if too_small
                 else f"; {largest} for all of it fits without a size"
             )
             raise RefusedError(
                 f"{self.target.text}: it is {side} choice of the candidates {names_of_candidates}",
-                f"{budget.possible_range(least, most)}{detail}",
+                f"{budget.possible_range(min_bytes, max_bytes)}{detail}",
             )
         return budget.linear_bytes
 
@@ -627,13 +627,15 @@ def make_mixture(chosen: Sequence[Option]) -> Mixture:
 
 def pareto_mixtures(groups: Sequence[Sequence[Option]]) -> list[Mixture]:
     """Return the best mixtures from the smallest size to the largest, each with less loss than the one before."""
-    least, most = (
+    min_bytes, max_bytes = (
         sum(extreme(option.nbytes for option in options) for options in groups)
         for extreme in (min, max)
     )
     mixtures: list[Mixture] = []
     for point in range(PARETO_POINTS):
-        mixture = solve_knapsack(groups, least + (most - least) * point // (PARETO_POINTS - 1))
+        mixture = solve_knapsack(
+            groups, min_bytes + (max_bytes - min_bytes) * point // (PARETO_POINTS - 1)
+        )
         if not mixtures or mixture.nats < mixtures[-1].nats:
             mixtures.append(mixture)
     return mixtures

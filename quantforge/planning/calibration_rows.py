@@ -137,7 +137,9 @@ def first_image_reference(options: CalibrationOptions, source: str) -> str | Non
     from quantforge_calibration.image_documents import first_image
 
     try:
-        references = (first_image(part) for part in parse_sources(source or options.source))
+        references = (
+            first_image(parsed_source) for parsed_source in parse_sources(source or options.source)
+        )
         return next((reference for reference in references if reference is not None), None)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error

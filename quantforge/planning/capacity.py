@@ -99,13 +99,13 @@ def cache_row_bytes(kind: str) -> RowBytes:
     """
     keys, values = parse_cache_kind(kind)
 
-    def row(width: int, part: str) -> float:
-        if part not in {KEYS, VALUES} and keys != values:
+    def row(width: int, role: str) -> float:
+        if role not in {KEYS, VALUES} and keys != values:
             raise RefusedError(
                 f"--cache {kind}: a layer keeps one vector for keys and values together",
                 "one word for both",
             )
-        return kv_row_layout.row_bytes(width, values if part == VALUES else keys, ACTIVATION_BYTES)
+        return kv_row_layout.row_bytes(width, values if role == VALUES else keys, ACTIVATION_BYTES)
 
     return row
 
@@ -131,9 +131,9 @@ def cache_size(model_layout: ModelLayout, row_bytes: RowBytes, devices: int = 1)
         )
     layers = []
     windows = family.windows.of_layers(model_layout.config, len(kinds))
-    for states, window in zip(kinds, windows, strict=True):
+    for layer_states, window in zip(kinds, windows, strict=True):
         byte_sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence of any length
-        for state in states or ():
+        for state in layer_states or ():
             byte_sums[state.per_token] += _state_bytes(state, sizes, row_bytes, devices)
         layers.append(LayerCache(byte_sums[True], window, byte_sums[False]))
     return CacheSize(tuple(layers))
@@ -324,6 +324,6 @@ def capacity(plan: Plan, model_layout: ModelLayout, load: Load) -> Capacity:
     return Capacity(load, sizes.positions, traffic, cache, sizes.vocab, sizes.hidden)
 
 
-def _largest_fitting(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` that fits, 0 if none does; ``fits`` has to be monotonic."""
-    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+def _largest_fitting(fits: Callable[[int], bool], upper_limit: int) -> int:
+    """Return the largest number up to ``upper_limit`` that fits, 0 if none does; ``fits`` has to be monotonic."""
+    return bisect_left(range(1, upper_limit + 1), True, key=lambda number: not fits(number))

@@ -93,27 +93,27 @@ class PartialGgufPlan(PartialPlan):
 
     def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
         """Return one file, or parts of at most ``max_shard_bytes`` of data, the first of which has all metadata."""
-        parts: list[list[GgufTensor]] = [[]]
+        tensor_groups: list[list[GgufTensor]] = [[]]
         filled, limit = 0, recipe.max_shard_bytes
         for tensor in self.table:
-            if limit is not None and parts[-1] and filled + tensor.nbytes > limit:
-                parts.append([])
+            if limit is not None and tensor_groups[-1] and filled + tensor.nbytes > limit:
+                tensor_groups.append([])
                 filled = 0
-            parts[-1].append(tensor)
+            tensor_groups[-1].append(tensor)
             filled += tensor.nbytes
         keys = self.keys(recipe)
-        if len(parts) == 1:
+        if len(tensor_groups) == 1:
             return (file_plan("model.gguf", keys, self.table),)
         return tuple(
             file_plan(
-                f"model-{number + 1:05}-of-{len(parts):05}.gguf",
+                f"model-{number + 1:05}-of-{len(tensor_groups):05}.gguf",
                 {
                     **(keys if number == 0 else {}),
-                    **split_keys(number, len(parts), len(self.table)),
+                    **split_keys(number, len(tensor_groups), len(self.table)),
                 },
-                part,
+                tensor_group,
             )
-            for number, part in enumerate(parts)
+            for number, tensor_group in enumerate(tensor_groups)
         )
 
 
@@ -278,13 +278,13 @@ def _plan_file(
     )  # fmt: skip
 
 
-def _with_vision(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_vision(text: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a decoder's configuration with the model type and vision tower of the whole model, for metadata."""
-    vision = whole.get("vision_config")
+    vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         return text
-    declared = text if architecture_of(text) is not None else whole
-    causal = whole.get("is_causal", True) and text.get("is_causal", True)
+    declared = text if architecture_of(text) is not None else config
+    causal = config.get("is_causal", True) and text.get("is_causal", True)
     whole_keys = {
         "model_type": declared.get("model_type"),
         "vision_config": vision,
@@ -637,9 +637,9 @@ def _tensor_plan(item: FileTensor, parameters: HyperParameters) -> TensorPlan:
     pieces = 1 if item.named.expert < 0 else parameters.experts
     outputs = GgufTensor(item.named.name, item.type, shape, pieces).outputs()
     copies = [
-        part
+        output
         for name in item.named.others
-        for part in GgufTensor(name, item.type, shape, pieces).outputs()
+        for output in GgufTensor(name, item.type, shape, pieces).outputs()
     ]
     grid = item.type.lower()
     return TensorPlan(

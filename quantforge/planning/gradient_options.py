@@ -87,12 +87,12 @@ def guide_disk_bytes(
         calibration.samples * calibration.length,
         1 + math.isqrt(model_layout.blocks - 1),
     )
-    states = -(-model_layout.blocks // interval) + interval + 1
+    stored_states = -(-model_layout.blocks // interval) + interval + 1
     linears = [tensor.expert >= 0 for tensor in quantized_linears(tensors, model_layout).values()]
     experts = sum(linears)
     # Experts store the index of each token that is sent to them along with its weights.
     routed_width = expert_share(model_layout, tensors) * experts * (strips + 1) if experts else 0.0
-    width = strips * (len(linears) - experts) + states * model_layout.dimensions.hidden
+    width = strips * (len(linears) - experts) + stored_states * model_layout.dimensions.hidden
     return FLOAT_BYTES * math.ceil(tokens * (width + routed_width))
 
 

@@ -187,8 +187,8 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
             return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
 
         counts = {size: count_fitting(size) for size in COMMON_GROUP_SIZES}
-        most = max(counts.values())
-        fitting = [f"g{size}" for size, count in counts.items() if most and count == most]
+        max_count = max(counts.values())
+        fitting = [f"g{size}" for size, count in counts.items() if max_count and count == max_count]
         return (
             f"groups that fit: {', '.join(fitting)}" if fitting else "one scale for each row: row"
         )

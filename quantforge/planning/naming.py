@@ -82,21 +82,23 @@ def default_name(
         if schemes and has_history
         else ""
     )
-    words = (
+    name_parts = (
         origin,
         "" if method_word == key else _safe_filename(method_word),
         scheme_word,
         MIXED_PREFIX if mixed else "",
     )
-    return "-".join(filter(None, (*words, key if key != DEFAULT_FORMAT or not has_history else "")))
+    return "-".join(
+        filter(None, (*name_parts, key if key != DEFAULT_FORMAT or not has_history else ""))
+    )
 
 
 def name_for_size(checkpoint: Checkpoint, method: str, key: str, size: str) -> str:
     """Return the name of a result of a target size, which is needed before the mixture of that size is known."""
-    parts = (_origin_part(checkpoint), "" if method == key else method, _safe_filename(size))
+    name_parts = (_origin_part(checkpoint), "" if method == key else method, _safe_filename(size))
     suffix = load_format(key).INFO.file_suffix
     format_word = "" if suffix or key == DEFAULT_FORMAT else key
-    return "-".join(filter(None, (*parts, format_word))) + suffix
+    return "-".join(filter(None, (*name_parts, format_word))) + suffix
 
 
 def size_label(target: str | None, like: str | Path | None) -> str:

@@ -195,4 +195,4 @@ class NeededStatistics:
 
     @property
     def _words_without_rtn(self) -> tuple[str, ...]:
-        return tuple(word for word in self.method_words if word not in _RTN_ALONE)
+        return tuple(method for method in self.method_words if method not in _RTN_ALONE)

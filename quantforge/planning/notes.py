@@ -153,7 +153,7 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _code_keys(config: Mapping[str, Any]) -> set[str]:
     nested = [value for value in config.values() if isinstance(value, Mapping)]
-    return {key for part in (config, *nested) for key in CODE_KEYS if part.get(key)}
+    return {key for config_part in (config, *nested) for key in CODE_KEYS if config_part.get(key)}
 
 
 def _printable_name(path: Path) -> str:

@@ -123,8 +123,8 @@ def peak_bytes(model_layout: ModelLayout, tensors: tuple[TensorPlan, ...], run: 
     if not run.needs or model_layout.dimensions is None:
         phases += [_rounding_workspace(group, run) for group in groups.values()]
     else:
-        states = state_copies(model_layout) + bool(run.tune)  # of source and result
-        outside_block = _hidden_state_bytes(run, model_layout) * states + _replayed_input_bytes(
+        num_copies = state_copies(model_layout) + bool(run.tune)  # of source and result
+        outside_block = _hidden_state_bytes(run, model_layout) * num_copies + _replayed_input_bytes(
             run, model_layout
         )
         outside_block += _routing_bytes(model_layout, run.rows * run.length)
@@ -189,24 +189,24 @@ def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:
     """Return the workspace in bytes for rounding the matrices that share an input."""
     sizes = [math.prod(tensor.shape) for tensor in group]
     columns = group[0].matrix[1]
-    part = min(sum(sizes) // columns, PART_ROWS) * columns
+    part_weights = min(sum(sizes) // columns, PART_ROWS) * columns
     hessian_size = columns**2 if Statistic.HESSIAN in run.needs else 0
     workspace = METHODS[run.method_words[-1]].workspace
-    rounding = workspace.part * part + workspace.matrices * max(sizes)
+    rounding = workspace.part * part_weights + workspace.matrices * max(sizes)
     first = group[0]
     if (first.by_rows and (not run.needs or first.block < 0)) or (
         can_round_in_strips(first) and not run.needs
     ):
         rounding = STRIP_COPIES * run.workers * min(max(sizes), STRIP_ELEMENTS)
-        rounding += sum(METHODS[word].workspace.matrices for word in run.source_transforms) * max(
-            sizes
-        )
+        rounding += sum(
+            METHODS[transform].workspace.matrices for transform in run.source_transforms
+        ) * max(sizes)
         rounding += 0 if first.by_rows else JOINED_CODE_COPIES * max(sizes)
         compiles_loops = max(sizes) >= COMPILED_FROM
         compiler = STRIP_COMPILER_BYTES if first.by_rows else workspace.compiler * compiles_loops
     else:
         rounding += CODE_COPIES * sum(sizes)
-        compiled = (part // 2 if hessian_size else max(sizes)) >= COMPILED_FROM
+        compiled = (part_weights // 2 if hessian_size else max(sizes)) >= COMPILED_FROM
         compiler = workspace.compiler if compiled else 0
     factorizing = FLOAT_BYTES * workspace.factorizing * hessian_size
     return max(factorizing, FLOAT_BYTES * (workspace.factor * hessian_size + rounding) + compiler)
@@ -405,25 +405,27 @@ def _tuning_step_bytes(
     width = _widest_layer(model_layout, sizes)
     layer_width = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + mlp_copies * width.ffn
     parallel_rows = min(count, run.workers)
-    states = (
+    step_bytes = (
         parallel_rows
         * length
         * max(layer_width, LEARNED_COPIES * sizes.vocab if joint_epochs else 0)
     )
-    states += count * length * sizes.hidden * (model_layout.blocks + 1 if joint_epochs else 1)
-    states += count * length * max(sum(map(_saved_values, group)) for group in linears_by_block)
+    step_bytes += count * length * sizes.hidden * (model_layout.blocks + 1 if joint_epochs else 1)
+    step_bytes += count * length * max(sum(map(_saved_values, group)) for group in linears_by_block)
     block_bytes = _block_bytes(model_layout) * (1 + 2 * parallel_rows + FREED_BLOCKS)
     if joint_epochs != 1:
         codes *= 1 + CODE_BYTES
     if state_copies(model_layout) > 1:
-        states += EXPERT_STATE_COPIES * count * length * sizes.hidden
-        states += 2 * min(count * length, EXPERT_BATCH_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
+        step_bytes += EXPERT_STATE_COPIES * count * length * sizes.hidden
+        step_bytes += (
+            2 * min(count * length, EXPERT_BATCH_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
+        )
         block_bytes += _routing_bytes(model_layout, count * length)
     return (
         codes
         + block_bytes
         + FLOAT_BYTES
-        * (LEARNED_COPIES * learned + states + bool(joint_epochs) * sizes.vocab * sizes.hidden)
+        * (LEARNED_COPIES * learned + step_bytes + bool(joint_epochs) * sizes.vocab * sizes.hidden)
     )
 
 

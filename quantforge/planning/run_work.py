@@ -98,12 +98,12 @@ def run_work(
     counts["round"] += ROUND_COST * sum(
         math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
     )
-    changed = sum(METHODS[word].work.weights for word in run.source_transforms)
+    changed = sum(METHODS[transform].work.weights for transform in run.source_transforms)
     counts["round"] += changed * sum(math.prod(tensor.shape) for tensor in tensors)
     reads = 2 + 2 * bool(run.guide) + _tuning_reads(model_layout, run)
-    states = states_bytes(model_layout, run) if streamed else 0
+    written_states = states_bytes(model_layout, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
-    return RunWork(files[0], reads, files[1], states, guide_bytes, steps)
+    return RunWork(files[0], reads, files[1], written_states, guide_bytes, steps)
 
 
 def with_measuring(
@@ -141,8 +141,8 @@ def states_bytes(model_layout: ModelLayout, run: RunSizes) -> int:
     """Return the bytes of all copies of the hidden states of all calibration rows."""
     if model_layout.dimensions is None:
         return 0
-    states = 4 * run.rows * run.length * model_layout.dimensions.hidden
-    return states * (state_copies(model_layout) + bool(run.tune))
+    copy_bytes = 4 * run.rows * run.length * model_layout.dimensions.hidden
+    return copy_bytes * (state_copies(model_layout) + bool(run.tune))
 
 
 def _tokens_seen(tensor: TensorPlan, run: RunSizes, share: float) -> float:
@@ -194,7 +194,7 @@ def _search_operations(group: list[TensorPlan], run: RunSizes, rounding: Roundin
         return 0.0  # the shared input of all experts has no layer to fold a scale into
     columns = group[0].matrix[1]
     weights = sum(math.prod(tensor.shape) for tensor in group)
-    works = [METHODS[word].work for word in run.method_words[:-1]]
+    works = [METHODS[method].work for method in run.method_words[:-1]]
     total = 0.0
     for work in works:
         sampled = min(weights, work.rows * len(group) * columns)

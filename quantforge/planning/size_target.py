@@ -162,9 +162,9 @@ class SizeBudget:
             ((self.target.bits or self.target.nbytes) - self.other) * self.bytes_per_unit
         )
 
-    def possible_range(self, least: int, most: int) -> str:
+    def possible_range(self, min_bytes: int, max_bytes: int) -> str:
         """Return the range of sizes that can be requested, given the fewest and most bytes of linears."""
-        low, high = (self.other + nbytes / self.bytes_per_unit for nbytes in (least, most))
+        low, high = (self.other + nbytes / self.bytes_per_unit for nbytes in (min_bytes, max_bytes))
         return f"from {self._typed(low, math.ceil)} to {self._typed(high, math.floor)}"
 
     def _typed(self, value: float, rounding: Callable[[float], int]) -> str:
@@ -319,7 +319,7 @@ def _differences(
         if (
             name not in known_names
             and len(shape) > 1
-            and any(part.isdigit() for part in name.split("."))
+            and any(name_part.isdigit() for name_part in name.split("."))
         ):
             yield f"{name} ({_shape_text(shape)}) is not in this one"
 

@@ -252,42 +252,42 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     Raises:
         UsageError: an unknown word, a repeated word, two rounders, or words in the wrong order.
     """
-    words = text.lower().split("+")
-    for word in words:
-        if word not in METHODS:
-            raise _unknown_method(word, text)
-    last = METHODS[words[-1]].kind is MethodKind.ROUNDER
-    rounder = words.pop() if last else RTN
-    kinds = [METHODS[word].kind for word in words]
-    whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
+    steps = text.lower().split("+")
+    for step in steps:
+        if step not in METHODS:
+            raise _unknown_method(step, text)
+    last = METHODS[steps[-1]].kind is MethodKind.ROUNDER
+    rounder = steps.pop() if last else RTN
+    kinds = [METHODS[step].kind for step in steps]
+    num_source_transforms = kinds.count(MethodKind.SOURCE_TRANSFORM)
     sparse = kinds.count(MethodKind.SPARSIFIER)
-    order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.SPARSIFIER] * sparse
+    order = [MethodKind.SOURCE_TRANSFORM] * num_source_transforms + [MethodKind.SPARSIFIER] * sparse
     order += [MethodKind.TRANSFORM] * (len(kinds) - len(order))
-    if kinds != order or len(set(words)) != len(words):
-        first = "transforms of the whole source, then " if whole else ""
+    if kinds != order or len(set(steps)) != len(steps):
+        first = "transforms of the whole source, then " if num_source_transforms else ""
         raise UsageError(
             f"method '{text}': {first}transforms come first, then one rounder",
             "e.g. --method awq+gptq",
         )
-    return tuple(words[whole:]), rounder
+    return tuple(steps[num_source_transforms:]), rounder
 
 
-def _unknown_method(word: str, text: str) -> UnknownNameError:
+def _unknown_method(unknown: str, text: str) -> UnknownNameError:
     """Return the error for an unknown word in a method; if all its parts are methods, the hint is the correct sum."""
-    where = f" in '{text}'" if word != text.lower() else ""
-    words = re.findall(r"\w+", text.lower())
-    if len(words) < 2 or not METHODS.keys() >= {*words}:
-        hint = nearest_hint(word, METHODS, METHOD_ALIASES)
+    where = f" in '{text}'" if unknown != text.lower() else ""
+    typed_names = re.findall(r"\w+", text.lower())
+    if len(typed_names) < 2 or not METHODS.keys() >= {*typed_names}:
+        hint = nearest_hint(unknown, METHODS, METHOD_ALIASES)
     else:
-        words.sort(key=lambda method_name: METHODS[method_name].kind == "rounder")
-        hint = f"--method {'+'.join(words)}"
-    return UnknownNameError(f"unknown method '{word}'{where}", hint)
+        typed_names.sort(key=lambda method_name: METHODS[method_name].kind == "rounder")
+        hint = f"--method {'+'.join(typed_names)}"
+    return UnknownNameError(f"unknown method '{unknown}'{where}", hint)
 
 
 def source_transforms(method: str) -> tuple[str, ...]:
     """Return the source transforms of a method in order, ignoring other words."""
-    known = [word for word in method.lower().split("+") if word in METHODS]
-    return tuple(word for word in known if METHODS[word].kind is MethodKind.SOURCE_TRANSFORM)
+    known = [step for step in method.lower().split("+") if step in METHODS]
+    return tuple(step for step in known if METHODS[step].kind is MethodKind.SOURCE_TRANSFORM)
 
 
 def apply_source_transforms(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
@@ -306,15 +306,15 @@ def apply_source_transforms(source: Checkpoint, transforms: Iterable[str]) -> Ch
         InputError: the family has no declarations, or not the required ones.
     """
     if "quantization_config" not in source.config:
-        for word in transforms:
-            source = import_module(METHODS[word].module).prepare(source)
+        for transform in transforms:
+            source = import_module(METHODS[transform].module).prepare(source)
     return source
 
 
 def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     """Return the statistics that ``method`` needs; ``importance`` adds the mean squares for a scale search."""
     transforms, rounder = parse_method(method)
-    needed = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
+    needed = METHODS[rounder].needs.union(*(METHODS[transform].needs for transform in transforms))
     if importance and Statistic.HESSIAN not in needed:
         needed |= {Statistic.SQUARES}
     return needed
@@ -332,5 +332,5 @@ def load_transform(name: str) -> Transform:
 
 def is_sparse(method: str) -> bool:
     """Return whether a method includes a sparsifier."""
-    words = method.lower().split("+")
-    return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
+    steps = method.lower().split("+")
+    return any(step in METHODS and METHODS[step].kind is MethodKind.SPARSIFIER for step in steps)

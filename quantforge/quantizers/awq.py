@@ -166,8 +166,10 @@ class _ScaleSearch:
             self._error(self._rounded(candidate.scale, self._weights, search=search))
             for candidate in finalists
         ]
-        least = min(range(len(errors)), key=errors.__getitem__)
-        return replace(finalists[least], error=errors[least] / errors[0] if errors[0] else 1.0)
+        best_index = min(range(len(errors)), key=errors.__getitem__)
+        return replace(
+            finalists[best_index], error=errors[best_index] / errors[0] if errors[0] else 1.0
+        )
 
     def _best_candidate(self, family: tuple[str, FactorCurve]) -> _ScaleCandidate:
         """Return the candidate of a family with the smallest estimated error."""
@@ -231,8 +233,8 @@ def tried_row_count(columns: int) -> int:
 
 def _floor_squares(squares: Tensor) -> Tensor:
     """Return mean squares clamped to at least `IMPORTANCE_FLOOR` of their median, which is robust to outliers."""
-    least = IMPORTANCE_FLOOR * squares.median()
-    return squares.clamp(min=least) if bool(least > 0) else floor_importance(squares)
+    floor = IMPORTANCE_FLOOR * squares.median()
+    return squares.clamp(min=floor) if bool(floor > 0) else floor_importance(squares)
 
 
 def balance_factors(
@@ -275,9 +277,11 @@ def balance_factors(
         noise = importance / scale
         total = noise.sum(-1, keepdim=True)
         ranges = _range_shares(squares * scale)
-        whole = ranges.sum(-1, keepdim=True)
-        least = MIN_SHARE * whole * total
-        quotient = tie((noise * whole + least).flatten()) / tie((ranges * total + least).flatten())
+        total_ranges = ranges.sum(-1, keepdim=True)
+        min_range = MIN_SHARE * total_ranges * total
+        quotient = tie((noise * total_ranges + min_range).flatten()) / tie(
+            (ranges * total + min_range).flatten()
+        )
         rate = 0.5 if step < BALANCE_ITERATIONS // 2 else 0.25
         scale = scale * quotient.pow(rate).clamp(1 / 4, 4).view_as(scale)
     return scale.sqrt().flatten()

@@ -120,9 +120,9 @@ def _dominated_group_events(
     if weight.shape[1] % size:
         return ()
     groups = weight.view(len(weight), -1, size)
-    least, most = groups.amin(-1), groups.amax(-1)  # aminmax takes five times as long
+    minima, maxima = groups.amin(-1), groups.amax(-1)  # aminmax takes five times as long
     norms = torch.linalg.vector_norm(groups, dim=-1)
-    is_dominated = torch.maximum(most, -least) > norms * min(
+    is_dominated = torch.maximum(maxima, -minima) > norms * min(
         DOMINANCE_RATIO / size**0.5, MAX_DOMINANCE_SHARE
     )
     groups, values = groups[is_dominated], decoded.view(len(weight), -1, size)[is_dominated]

@@ -87,9 +87,9 @@ def quantize_matrices(
     for members in group_joint_matrices(schemes):
         matrices = {name: to_finite_float32(name, weights[name]) for name in members}
         names, scheme = ", ".join(members), schemes[members[0]]
-        whole = stack_rows([*matrices.values()])
-        parameters = fit_parameters(names, whole, scheme, floor, search=search)
-        del whole
+        stacked = stack_rows([*matrices.values()])
+        parameters = fit_parameters(names, stacked, scheme, floor, search=search)
+        del stacked
         stop = 0
         for name, weight in matrices.items():
             rows = slice(stop, stop + len(weight))
@@ -123,7 +123,7 @@ def _with_error(
 ) -> Rounded:
     decoded = tensor.decode()
     events = loss_events(name, weight, tensor, decoded)
-    sums = [row_squares(part, importance) for part in (decoded.sub_(weight), weight)]
+    sums = [row_squares(matrix, importance) for matrix in (decoded.sub_(weight), weight)]
     return Rounded(tensor, events, {"error": ratio(*sums)})
 
 
@@ -137,5 +137,5 @@ def row_squares(rows: Tensor, importance: Tensor | None) -> Tensor:
 
 def floor_importance(importance: Tensor) -> Tensor:
     """Return ``importance`` clamped to at least `IMPORTANCE_FLOOR` of its mean; all ones if nothing was observed."""
-    least = IMPORTANCE_FLOOR * importance.mean()
-    return importance.clamp(min=least) if bool(least > 0) else torch.ones_like(importance)
+    floor = IMPORTANCE_FLOOR * importance.mean()
+    return importance.clamp(min=floor) if bool(floor > 0) else torch.ones_like(importance)

@@ -87,12 +87,12 @@ def sparsity_figures(before: Tensor, after: Tensor, statistics: Statistics) -> d
     figures = {"sparsity": int((after == 0).sum()) / after.numel()}
     change = after - before
     if statistics.hessian is not None:
-        lost, whole = (total(matmul(m, statistics.hessian) * m) for m in (change, before))
+        lost, total_energy = (total(matmul(m, statistics.hessian) * m) for m in (change, before))
     elif statistics.squares is not None:
-        lost, whole = (total(m.square() * statistics.squares) for m in (change, before))
+        lost, total_energy = (total(m.square() * statistics.squares) for m in (change, before))
     else:
         return figures
-    return figures | {"error": lost / whole if whole else 0.0}
+    return figures | {"error": lost / total_energy if total_energy else 0.0}
 
 
 def _lowest_scores(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:

@@ -237,10 +237,11 @@ class CacheRows:
         """
         table, decoded = table.long(), []
         for store in self.layers[layer]:
-            parts = [
-                _as_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.tensors()
+            page_tensors = [
+                _as_bytes(page_tensor)[table].view(page_tensor.dtype).flatten(1, 2)
+                for page_tensor in store.tensors()
             ]
-            decoded.append(kv.decode(EncodedKV(*parts), self.shape.dtype))
+            decoded.append(kv.decode(EncodedKV(*page_tensors), self.shape.dtype))
         return decoded[0], decoded[1]
 
 
@@ -369,8 +370,8 @@ class PagedCache(CacheRows):
         to = self.table[rows, pages].long()
         source = self.table[[parents[row] for row in rows], pages].long()
         for store in (store for pair in self.layers for store in pair):
-            for part in map(_as_bytes, store.tensors()):
-                part[to] = part[source]
+            for raw_tensor in map(_as_bytes, store.tensors()):
+                raw_tensor[to] = raw_tensor[source]
 
     def keep_tree_path(self, sequence: int, start: int, nodes: Sequence[int]) -> None:
         """Keep one path of a draft tree: move its entries to the slots after ``start`` and drop the rest of the tree.
@@ -389,7 +390,7 @@ class PagedCache(CacheRows):
                 old, new = (
                     table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in (source, to)
                 )
-                for flat in (_as_slots(part) for store in stores for part in store.tensors()):
+                for flat in (_as_slots(tensor) for store in stores for tensor in store.tensors()):
                     flat[new] = flat[old]
         self.advance(sequence, start + len(nodes) - self.length(sequence))
 

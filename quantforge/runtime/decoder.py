@@ -91,7 +91,7 @@ class BlockInputs:
         return [
             self.x,
             *(self.slots[key] for key in sorted(self.slots)),
-            *(part for key in sorted(self.angles) for part in self.angles[key]),
+            *(tensor for key in sorted(self.angles) for tensor in self.angles[key]),
         ]
 
 
@@ -237,8 +237,8 @@ class Decoder:
         return _scaled(self._embedding(ids), self._embedding_factor)
 
     def _angles(self, positions: Tensor, cache: CacheRows) -> dict[str, tuple[Tensor, Tensor]]:
-        keys, most = self._rotary_keys, cache.max_tokens
-        return rotary_angles(self._rotary, keys, positions, most, self.dtype)
+        keys, max_tokens = self._rotary_keys, cache.max_tokens
+        return rotary_angles(self._rotary, keys, positions, max_tokens, self.dtype)
 
     def run_blocks(self, entry: BlockInputs, cache: CacheRows) -> Tensor:
         """Run all blocks and the last norm; the spans of a ragged batch count as one sequence in the result."""
@@ -274,7 +274,7 @@ class Decoder:
         q, k, v = layer.projections(h)
         if layer.head_norms is not None and self._graph.qk_norms_over_all_heads:
             q, k = (self._normed(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
-        q, k, v = (part.view(len(h), -1, self.head) for part in (q, k, v))
+        q, k, v = (tensor.view(len(h), -1, self.head) for tensor in (q, k, v))
         q, k = self._apply_head_norms_and_rotary(layer, q, k, entry)
         cache.write(index, entry.slots[cache.table_keys[index]], k, v)
         if entry.ragged is not None:
@@ -368,11 +368,12 @@ class DecoderLayer:
             return self.qkv(h)
         if self.fused is not None:
             y, sizes = apply_linear(self.fused[0], h), self.fused[1]
-            parts: tuple[Tensor, ...] = torch.split(y.view(len(h), -1, sum(sizes)), sizes, dim=-1)
-            return parts
+            outputs: tuple[Tensor, ...] = torch.split(y.view(len(h), -1, sum(sizes)), sizes, dim=-1)
+            return outputs
         module = self.attention
         return tuple(
-            apply_linear(part, h) for part in (module.q_proj, module.k_proj, module.v_proj)
+            apply_linear(projection, h)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
         )
 
     def mlp_output(
@@ -390,7 +391,9 @@ class DecoderLayer:
         elif fused:
             gate, up = apply_linear(module.gate_up_proj, h).chunk(2, dim=-1)
         else:
-            gate, up = (apply_linear(part, h) for part in (module.gate_proj, module.up_proj))
+            gate, up = (
+                apply_linear(projection, h) for projection in (module.gate_proj, module.up_proj)
+            )
         return apply_linear(module.down_proj, gate_activation(gate, up))
 
 
@@ -473,23 +476,23 @@ class JoinedLinears:
         parts: the linear layers; `can_join` must hold for them.
     """
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        biases = [part.bias for part in parts]
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        biases = [module.bias for module in linears]
         self._bias = None
         if biases[0] is not None:
             self._bias = torch.cat([bias for bias in biases if isinstance(bias, Tensor)])
         self._weight: Tensor | None = None  # of dense layers; packed ones have `_packed`
-        packed = [part for part in parts if isinstance(part, PackedLinear)]
+        packed = [module for module in linears if isinstance(module, PackedLinear)]
         if packed:
-            self._sizes = [part.problem.out_features for part in packed]
+            self._sizes = [module.problem.out_features for module in packed]
             self._problem = replace(packed[0].problem, out_features=sum(self._sizes))
             self._kernel = packed[0].chosen
             self._packed = {name: _join_packed(packed, name) for name in packed[0].packed}
         else:
-            self._sizes = [len(_weight_tensor(part)) for part in parts]
-            self._weight = torch.cat([_weight_tensor(part) for part in parts])
-            for part, rows in zip(parts, torch.split(self._weight, self._sizes), strict=True):
-                part.weight = nn.Parameter(rows, requires_grad=False)
+            self._sizes = [len(_weight_tensor(module)) for module in linears]
+            self._weight = torch.cat([_weight_tensor(module) for module in linears])
+            for module, rows in zip(linears, torch.split(self._weight, self._sizes), strict=True):
+                module.weight = nn.Parameter(rows, requires_grad=False)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Multiply ``x`` ``[rows, in]``; return the output ``[rows, out]`` of each part."""
@@ -498,47 +501,47 @@ class JoinedLinears:
         else:
             y = self._kernel.matmul(x, self._packed, self._problem)
             y = y if self._bias is None else add_bias(y, self._bias)
-        parts: tuple[Tensor, ...] = torch.split(y, self._sizes, dim=-1)
-        return parts
+        outputs: tuple[Tensor, ...] = torch.split(y, self._sizes, dim=-1)
+        return outputs
 
 
-def can_join(parts: Sequence[nn.Module]) -> bool:
+def can_join(linears: Sequence[nn.Module]) -> bool:
     """Return whether linear layers can be joined: all dense, or all packed with the same kernel and row layout."""
-    if len({getattr(part, "bias", None) is None for part in parts}) > 1:
+    if len({getattr(module, "bias", None) is None for module in linears}) > 1:
         return False
-    if all(isinstance(part, nn.Linear) for part in parts):
+    if all(isinstance(module, nn.Linear) for module in linears):
         return True
-    packed = [part for part in parts if isinstance(part, PackedLinear)]
-    if len(packed) < len(parts):
+    packed = [module for module in linears if isinstance(module, PackedLinear)]
+    if len(packed) < len(linears):
         return False
-    problems = {replace(part.problem, out_features=0) for part in packed}
-    names = {tuple(part.packed) for part in packed}
+    problems = {replace(module.problem, out_features=0) for module in packed}
+    names = {tuple(module.packed) for module in packed}
     row_multiple = max(packed[0].chosen.row_alignment, packed[0].problem.tile_rows)
-    is_aligned = all(part.problem.out_features % row_multiple == 0 for part in packed)
-    all_plain = all(part.takes_plain_input for part in packed)
+    is_aligned = all(module.problem.out_features % row_multiple == 0 for module in packed)
+    all_plain = all(module.takes_plain_input for module in packed)
     return len(problems) == len(names) == 1 and is_aligned and all_plain
 
 
 def _join_linears(module: Any, *names: str) -> JoinedLinears | None:
     if not all(hasattr(module, name) for name in names):  # the family has them as one, or no gate
         return None
-    parts = [getattr(module, name) for name in names]
-    return JoinedLinears(parts) if can_join(parts) else None
+    linears = [getattr(module, name) for name in names]
+    return JoinedLinears(linears) if can_join(linears) else None
 
 
-def _join_packed(parts: Sequence[PackedLinear], name: str) -> Tensor:
+def _join_packed(linears: Sequence[PackedLinear], name: str) -> Tensor:
     """Concatenate a packed tensor of all parts; the buffers of the parts become views of the result."""
-    tensors = [part.packed[name] for part in parts]
+    tensors = [module.packed[name] for module in linears]
     if name in SHARED_PARAMETERS:
         return tensors[0]
     joined = torch.cat(tensors)
     sizes = [len(value) for value in tensors]
-    for part, rows in zip(parts, torch.split(joined, sizes), strict=True):
-        part.register_buffer(name, rows)
+    for module, rows in zip(linears, torch.split(joined, sizes), strict=True):
+        module.register_buffer(name, rows)
     return joined
 
 
-def _weight_tensor(part: nn.Module) -> Tensor:
-    weight = part.weight
+def _weight_tensor(module: nn.Module) -> Tensor:
+    weight = module.weight
     assert isinstance(weight, Tensor)
     return weight

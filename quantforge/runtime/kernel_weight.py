@@ -34,7 +34,7 @@ def to_kernel_weight(
     """
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     weight_parameters = {
-        key: part for key, part in tensor.parameters.items() if key not in INPUT_PARAMS
+        key: parameter for key, parameter in tensor.parameters.items() if key not in INPUT_PARAMS
     }
     terms = get_packer(scheme).kernel_inputs(replace(tensor, parameters=weight_parameters))
     parameters = terms.parameters

@@ -170,12 +170,12 @@ class PackedLinear(PackedWeights):
             y = add_bias(y, self.bias)
         return y.view(*x.shape[:-1], self.problem.out_features)
 
-    def decoded_rows(self, part: slice) -> Tensor | None:
+    def decoded_rows(self, rows: slice) -> Tensor | None:
         """Decode some rows of the weight to the activation type; None unless the fallback kernel is used."""
         exact_input = self.takes_plain_input and not self.problem.activation_kind
         if self.chosen is not fallback.KERNEL or not exact_input:
             return None
-        return fallback.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
+        return fallback.decode_rows(self.packed, self.problem, rows).to(self.problem.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -228,16 +228,16 @@ class RowParallelLinear(nn.Module):
         share: tensor-parallel rank of this process.
     """
 
-    def __init__(self, part: nn.Module, share: TensorParallelRank) -> None:
+    def __init__(self, linear: nn.Module, share: TensorParallelRank) -> None:
         super().__init__()
         self.ranks = share.ranks
         self._total = share.all_reduce
-        bias = part.bias
+        bias = linear.bias
         assert bias is None or isinstance(bias, Tensor)
         self.bias = bias
         if bias is not None:
-            part.register_parameter("bias", None)
-        self.part = part
+            linear.register_parameter("bias", None)
+        self.part = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply this process's ``x`` ``[..., columns]``; return the sum over processes, ``[..., out_features]``."""

@@ -429,7 +429,8 @@ class SkeletonFiller:
         if layout is None:
             return self._read(name)
         return self._format.unpack(
-            layout, {part: self._read_part(part) for part in layout.tensor_names}
+            layout,
+            {tensor_name: self._read_part(tensor_name) for tensor_name in layout.tensor_names},
         )
 
     def _read_decoded(self, name: str) -> Tensor:

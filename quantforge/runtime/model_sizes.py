@@ -81,7 +81,8 @@ def max_held_bytes(
                 count * layout.scheme.weight.weight_bits // 8
             )  # TQ1_0 packs five to a byte, kernels four
             size = int(
-                MAX_REPACKING * max(codes, sum(stored[part].nbytes for part in layout.tensor_names))
+                MAX_REPACKING
+                * max(codes, sum(stored[tensor_name].nbytes for tensor_name in layout.tensor_names))
             )
         elif tensor.role is not Role.FOREIGN:
             size = count * dtype.itemsize

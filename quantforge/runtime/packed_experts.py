@@ -414,13 +414,13 @@ class PackedStack(PackedWeights):
 
     def __init__(
         self,
-        parts: Callable[[int], Parts],
+        parts_of_expert: Callable[[int], Parts],
         experts: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        first = join_rows(parts(0), dtype, device)
+        first = join_rows(parts_of_expert(0), dtype, device)
         self.problem = GroupedMatmulSpec(first.problem, experts)
         self.chosen: GroupedKernel = select_grouped_kernel(self.problem)
         self.failure = self._trial_failure(first)
@@ -433,7 +433,7 @@ class PackedStack(PackedWeights):
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
             for expert in range(experts):
-                weight = first if expert == 0 else join_rows(parts(expert), dtype, device)
+                weight = first if expert == 0 else join_rows(parts_of_expert(expert), dtype, device)
                 if weight.problem != first.problem:
                     raise MixedSchemesError
                 yield weight.codes, weight.parameters
@@ -462,9 +462,9 @@ class PackedStack(PackedWeights):
         y = x.new_empty(len(owners.expert_of_pair), self.problem.matrix_spec.out_features)
         for expert, pairs in owners.pairs_by_expert():
             tiles = self._decoded_tiles.setdefault(expert, {})
-            part = grouped.select_matrix(self.packed, expert)
+            expert_weight = grouped.select_matrix(self.packed, expert)
             y[pairs] = fallback.matmul(
-                x[pairs // experts_per_token], part, self.problem.matrix_spec, tiles
+                x[pairs // experts_per_token], expert_weight, self.problem.matrix_spec, tiles
             )
         return y
 
@@ -516,7 +516,7 @@ class SeparateStack(nn.Module):
 
     def __init__(
         self,
-        parts: Callable[[int], Parts],
+        parts_of_expert: Callable[[int], Parts],
         experts: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -525,15 +525,17 @@ class SeparateStack(nn.Module):
         self._width = 0  # of a result
         layers = []
         for expert in range(experts):
-            matrices = parts(expert)
-            self._width = sum(part.shape[0] for part in matrices)
-            layers.append(nn.ModuleList(_create_linear(part, dtype, device) for part in matrices))
+            matrices = parts_of_expert(expert)
+            self._width = sum(matrix.shape[0] for matrix in matrices)
+            layers.append(
+                nn.ModuleList(_create_linear(matrix, dtype, device) for matrix in matrices)
+            )
         self.experts = nn.ModuleList(layers)
 
     @property
     def failure(self) -> str | None:
         """Return the first reason why a layer does not use its preferred kernel, or None."""
-        layers = (part.failure for part in self.modules() if isinstance(part, PackedLinear))
+        layers = (linear.failure for linear in self.modules() if isinstance(linear, PackedLinear))
         return next((why for why in layers if why is not None), None)
 
     def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
@@ -542,7 +544,9 @@ class SeparateStack(nn.Module):
         y = x.new_empty(len(owners.expert_of_pair), self._width)
         for expert, pairs in owners.pairs_by_expert():
             rows = x[pairs // experts_per_token]
-            y[pairs] = torch.cat([part(rows) for part in self._layers_of_expert(expert)], dim=-1)
+            y[pairs] = torch.cat(
+                [linear(rows) for linear in self._layers_of_expert(expert)], dim=-1
+            )
         return y
 
     def _layers_of_expert(self, expert: int) -> nn.ModuleList:
@@ -552,30 +556,30 @@ class SeparateStack(nn.Module):
 
 
 def create_stack(
-    parts: Callable[[int], Parts], experts: int, dtype: torch.dtype, device: torch.device
+    parts_of_expert: Callable[[int], Parts], experts: int, dtype: torch.dtype, device: torch.device
 ) -> PackedStack | SeparateStack:
     """Create a `PackedStack` if all experts have the same scheme, else a `SeparateStack`."""
     try:
-        return PackedStack(parts, experts, dtype, device)
+        return PackedStack(parts_of_expert, experts, dtype, device)
     except MixedSchemesError:
-        return SeparateStack(parts, experts, dtype, device)
+        return SeparateStack(parts_of_expert, experts, dtype, device)
 
 
-def join_rows(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeight:
+def join_rows(matrices: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeight:
     """Concatenate the rows of several quantized matrices into one kernel weight.
 
     Raises:
         MixedSchemesError: a matrix is plain or has another scheme, or its rows do not fill whole tiles.
     """
-    packed = [part for part in parts if isinstance(part, QuantizedTensor)]
-    weights = [to_kernel_weight(part, dtype, device) for part in packed]
+    packed = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
+    weights = [to_kernel_weight(matrix, dtype, device) for matrix in packed]
     for tensor, weight in zip(packed, weights, strict=True):
         if tensor.outlier_columns is not None or (
             tensor.input and not weight.problem.activation_kind
         ):
             raise MixedSchemesError
     problems = {replace(weight.problem, out_features=0) for weight in weights}
-    if len(packed) < len(parts) or len(problems) > 1:
+    if len(packed) < len(matrices) or len(problems) > 1:
         raise MixedSchemesError
     if len(weights) == 1:
         return weights[0]
@@ -598,10 +602,10 @@ def join_rows(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelW
 
 
 def _create_linear(
-    part: QuantizedTensor | Tensor, dtype: torch.dtype, device: torch.device
+    weight: QuantizedTensor | Tensor, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    if isinstance(part, QuantizedTensor):
-        return PackedLinear(part, None, dtype, device)
-    plain = nn.Linear(part.shape[1], part.shape[0], bias=False, device="meta")
-    plain.weight = nn.Parameter(part.to(device, dtype), requires_grad=False)
+    if isinstance(weight, QuantizedTensor):
+        return PackedLinear(weight, None, dtype, device)
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    plain.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
     return plain

@@ -184,7 +184,7 @@ def tree_depths(tree: Tensor) -> Tensor:
 def _masked_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: ScoreOptions
 ) -> Tensor:
-    q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
+    q, keys, values = (tensor.transpose(1, 2) for tensor in (q, keys, values))
     if scores.softcap:
         out = _softcapped_attention(q, keys, values, mask[:, None], scores)
     else:

@@ -113,11 +113,11 @@ def _shard_of_parameter(
             else None
         )
     size, start, rows = sizes.size(shape[0]), 0, []
-    parts = [sizes.size(text) for text in family.slices.get(owner, ())]
-    for part in parts if sum(parts) == size else [size]:
-        part_range = share.slice_of(part, f"{module}: outputs")
+    part_sizes = [sizes.size(text) for text in family.slices.get(owner, ())]
+    for part_size in part_sizes if sum(part_sizes) == size else [size]:
+        part_range = share.slice_of(part_size, f"{module}: outputs")
         rows.append(slice(start + part_range.start, start + part_range.stop))
-        start += part
+        start += part_size
     return WeightShard(module, share, tuple(rows))
 
 
@@ -144,5 +144,5 @@ def wrap_split_linears(model: nn.Module, shards: Mapping[str, WeightShard]) -> N
     """Wrap the linears whose columns are split, so that their outputs are summed over all processes."""
     for shard in shards.values():
         if shard.columns is not None:
-            part = model.get_submodule(shard.module)
-            model.set_submodule(shard.module, RowParallelLinear(part, shard.share))
+            linear = model.get_submodule(shard.module)
+            model.set_submodule(shard.module, RowParallelLinear(linear, shard.share))

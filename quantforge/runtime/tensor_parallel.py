@@ -47,8 +47,8 @@ class TensorParallelRank:
                 f"{what}: {size} cannot be split over {self.ranks} processes",
                 "a number of processes that divides it",
             )
-        part = size // self.ranks
-        return slice(self.rank * part, (self.rank + 1) * part)
+        slice_size = size // self.ranks
+        return slice(self.rank * slice_size, (self.rank + 1) * slice_size)
 
     def slice_heads(self, scale: Tensor) -> Tensor:
         """Return the scales ``[kv_heads, ...]`` of this process's heads, or a single shared scale unchanged."""
@@ -77,13 +77,13 @@ class WeightShard:
             return torch.cat([value[part_range] for part_range in self.rows])
         return value if self.columns is None else value[:, self.columns].clone()
 
-    def slice_kernel_weight(self, whole: KernelWeight) -> KernelWeight:
+    def slice_kernel_weight(self, weight: KernelWeight) -> KernelWeight:
         """Return the held part of a kernel weight.
 
         Raises:
             RefusedError: a quantization group or a tile of rows would be split.
         """
-        problem, parameters = whole.problem, dict(whole.parameters)
+        problem, parameters = weight.problem, dict(weight.parameters)
         tile, group, superblock = problem.tile_rows, problem.group_size, problem.superblock_size
         shape = (problem.out_features, problem.in_features)
         rows, columns = self.rows or (slice(0, shape[0]),), self.columns or slice(0, shape[1])
@@ -94,9 +94,9 @@ class WeightShard:
         row_ranges = row_ranges[:1] if tile >= shape[0] else row_ranges
         for name in parameters.keys() - _UNSPLIT_PARAMETERS:
             size = superblock if name in _SUPERBLOCK_PARAMETERS else group
-            part = self._parameter_range(columns, size, shape[1], "inputs in groups")
+            column_range = self._parameter_range(columns, size, shape[1], "inputs in groups")
             parameters[name] = torch.cat(
-                [parameters[name][part_range, part] for part_range in row_ranges]
+                [parameters[name][part_range, column_range] for part_range in row_ranges]
             )
         width = columns.stop - columns.start
         shard_problem = replace(
@@ -106,16 +106,16 @@ class WeightShard:
             group_size=width if group == shape[1] else group,
             superblock_size=width if superblock == shape[1] else superblock,
         )
-        codes = torch.cat([whole.codes[part_range, columns] for part_range in rows])
+        codes = torch.cat([weight.codes[part_range, columns] for part_range in rows])
         return KernelWeight(shard_problem, codes, parameters)
 
-    def _parameter_range(self, part_range: slice, size: int, whole: int, what: str) -> slice:
+    def _parameter_range(self, part_range: slice, size: int, total: int, what: str) -> slice:
         """Convert a range of rows or columns to the range of parameters, each of which covers ``size`` of them."""
-        if size >= whole:
+        if size >= total:
             return slice(0, 1)
-        if part_range.start % size or (part_range.stop % size and part_range.stop != whole):
+        if part_range.start % size or (part_range.stop % size and part_range.stop != total):
             raise RefusedError(
-                f"{self.module}: {whole} {what} of {size} cannot be cut at {part_range.start} and {part_range.stop}",
+                f"{self.module}: {total} {what} of {size} cannot be cut at {part_range.start} and {part_range.stop}",
                 "fewer processes, or a model in smaller groups",
                 tensor=f"{self.module}.weight",
             )
@@ -147,8 +147,10 @@ def init_tensor_parallel(device: str) -> TensorParallelRank | None:
     return TensorParallelRank(dist.get_rank(), dist.get_world_size(), _all_reduce)
 
 
-def _all_reduce(part: Tensor) -> Tensor:
+def _all_reduce(local_sum: Tensor) -> Tensor:
     """Sum the tensors of all processes in rank order, so that the result has the same bits in each."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, part.contiguous())
-    return reduce(torch.add, (partial_sum.float() for partial_sum in parts)).to(part.dtype)
+    partial_sums = [torch.empty_like(local_sum) for _ in range(dist.get_world_size())]
+    dist.all_gather(partial_sums, local_sum.contiguous())
+    return reduce(torch.add, (partial_sum.float() for partial_sum in partial_sums)).to(
+        local_sum.dtype
+    )

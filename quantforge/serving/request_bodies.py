@@ -210,7 +210,11 @@ class Message(_StrictObject):
     def turn(self) -> dict[str, str]:
         """Return the message for chat templates, with the role ``developer`` mapped to ``system``."""
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = (
+            content
+            if isinstance(content, str)
+            else "".join(content_part.text for content_part in content)
+        )
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 

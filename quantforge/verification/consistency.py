@@ -151,7 +151,7 @@ def _description_conflicts(side_files: SideFiles) -> Iterator[tuple[str, str]]:
         description.get("format") or MIXED_PRECISION,
     )
     group_list = [*groups.values()] if isinstance(groups, Mapping) else []
-    group_formats = [part.get("format") for part in group_list if isinstance(part, Mapping)]
+    group_formats = [group.get("format") for group in group_list if isinstance(group, Mapping)]
     for other in (description.get("checkpoint_format"), *group_formats):
         if format_name != MIXED_PRECISION and other not in (None, format_name):
             yield (

@@ -83,7 +83,10 @@ def verify_signature(report: Report, key: Path | None) -> None:
 def _files_to_list(path: Path) -> set[str]:
     """Return the names of the files that a manifest has to list."""
     if path.is_file():
-        return {path.name, *(part.name for part in part_paths(path) if part.exists())}
+        return {
+            path.name,
+            *(part_path.name for part_path in part_paths(path) if part_path.exists()),
+        }
     names = {str(file.relative_to(path)) for file in FILES.list_files_below(path)}
     return names - manifest.MUTABLE - {DIRECTORY_SIGNATURE, manifest.NAME}
 

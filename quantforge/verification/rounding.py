@@ -204,31 +204,34 @@ def measure_rounding(
     width = group_width(scheme or tensor.scheme, target.shape[1])
     step = group_steps(tensor, width)
     storage = E4M3_STORAGE_ERROR if tensor.scheme.scale is ScaleType.E4M3 else SCALE_STORAGE_ERROR
-    parts, panel = [], max(1, MAX_PANEL_WEIGHTS // target.shape[1])
+    panel_sums, panel = [], max(1, MAX_PANEL_WEIGHTS // target.shape[1])
     for first in range(0, len(target), panel):
         run = slice(first, first + panel)
         distance = step[run] if step is not None and len(step) == len(target) else step
-        parts.append(
+        panel_sums.append(
             _panel_sums(target[run], decoded[run], plain[run], distance, storage, inputs, width)
         )
-    sums = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    sums = {
+        key: torch.cat([sums_of_panel[key] for sums_of_panel in panel_sums])
+        for key in panel_sums[0]
+    }
     errors, sizes, outputs = sums["errors"], sums["sizes"], sums["outputs"]
     min_relative_error = (
-        USUAL_ERROR_SHARE * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
+        USUAL_ERROR_SHARE * float(sums["floor"].sum()) / (float(sizes.sum()) or 1.0)
     )
-    least = (
-        torch.maximum(sums["least"], min_relative_error * sizes)
-        + MEAN_ERROR_SHARE * sums["least"].mean()
+    floor = (
+        torch.maximum(sums["floor"], min_relative_error * sizes)
+        + MEAN_ERROR_SHARE * sums["floor"].mean()
     )
-    least_outputs = torch.maximum(sums["least_outputs"], min_relative_error * sizes.sum(1))
-    least_outputs = least_outputs + MEAN_ERROR_SHARE * least.mean()
-    by_weights, by_outputs = (errors.sum(1), least.sum(1)), (outputs, least_outputs)
+    floor_outputs = torch.maximum(sums["floor_outputs"], min_relative_error * sizes.sum(1))
+    floor_outputs = floor_outputs + MEAN_ERROR_SHARE * floor.mean()
+    by_weights, by_outputs = (errors.sum(1), floor.sum(1)), (outputs, floor_outputs)
     tt, qq, tq = (float(sums[key].sum(dtype=torch.float64)) for key in ("tt", "qq", "tq"))
     return RoundingError(
         whole=min(float(_ratio(a.sum(), b.sum())) for a, b in (by_weights, by_outputs)),
         rows=torch.minimum(_ratio(*by_weights), _ratio(*by_outputs)),
-        groups=_ratio(errors, least),
-        columns=sums["columns"].sum(0) / max(float(least_outputs.sum()), 1e-300),
+        groups=_ratio(errors, floor),
+        columns=sums["columns"].sum(0) / max(float(floor_outputs.sum()), 1e-300),
         shift=float(sums["shifts"].median()),
         scale_high=_median_ratio(sums["tq"], sums["tt"])
         / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
@@ -252,8 +255,8 @@ def _panel_sums(
     """Sum errors over the groups of a panel of rows; sums are ``[rows, groups]`` unless noted.
 
     Returns:
-        ``errors``, their divisor ``least``, and ``sizes``, float64, weighted by the inputs; ``shifts``, mean errors in
-        steps; ``outputs`` and ``least_outputs``, float64 ``[rows]``, errors at the outputs; ``columns``, float64 ``[1,
+        ``errors``, their divisor ``floor``, and ``sizes``, float64, weighted by the inputs; ``shifts``, mean errors in
+        steps; ``outputs`` and ``floor_outputs``, float64 ``[rows]``, errors at the outputs; ``columns``, float64 ``[1,
         in]``; products of source, stored and rounded weights, ``tt`` to ``tp``.
     """
     e, b = q - t, p - t
@@ -262,30 +265,30 @@ def _panel_sums(
     def grouped(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return value.view(len(value), -1, width).sum(-1, dtype=dtype)
 
-    errors, least, sizes = (grouped(v.square() * weights, torch.float64) for v in (e, b, t))
+    errors, floor, sizes = (grouped(v.square() * weights, torch.float64) for v in (e, b, t))
     stored = sizes * storage**2
-    random = shifts = torch.zeros_like(least)
+    random = shifts = torch.zeros_like(floor)
     if step is not None:
         shifts = torch.where(step > 0, grouped(e) / width / step.clamp(min=1e-30), 0.0)
         random = step.double().square() / 12 * grouped(weights[None], torch.float64)
-    least = torch.maximum(least, random) + stored
+    floor = torch.maximum(floor, random) + stored
     if inputs is None:
-        outputs, least_outputs = errors.sum(1), least.sum(1)
+        outputs, floor_outputs = errors.sum(1), floor.sum(1)
         columns = e.square().sum(0) - b.square().sum(0)
     else:
         ye, yb = inputs @ e.T, inputs @ b.T
-        outputs, least_outputs = (y.square().mean(0, dtype=torch.float64) for y in (ye, yb))
-        least_outputs = torch.maximum(least_outputs, random.sum(1)) + stored.sum(1)
+        outputs, floor_outputs = (y.square().mean(0, dtype=torch.float64) for y in (ye, yb))
+        floor_outputs = torch.maximum(floor_outputs, random.sum(1)) + stored.sum(1)
         columns = _column_contributions(e, ye, weights, inputs) - _column_contributions(
             b, yb, weights, inputs
         ).clamp(min=0)
     return {
         "errors": errors,
-        "least": least,
+        "floor": floor,
         "sizes": sizes,
         "shifts": shifts,
         "outputs": outputs,
-        "least_outputs": least_outputs,
+        "floor_outputs": floor_outputs,
         "columns": columns.double()[None],
         "tt": grouped(t * t),
         "qq": grouped(q * q),
@@ -309,10 +312,10 @@ def _median_ratio(products: Tensor, squares: Tensor) -> float:
     return float(ratios.nanmedian().nan_to_num(1.0))
 
 
-def _ratio(error: Tensor, least: Tensor) -> Tensor:
-    """Return ``error / least``; 0 for no error, infinite for an error if ``least`` is zero."""
-    ratio = error / torch.where(least > 0, least, 1.0)
-    return torch.where(least > 0, ratio, torch.where(error > 0, torch.inf, 0.0))
+def _ratio(error: Tensor, floor: Tensor) -> Tensor:
+    """Return ``error / floor``; 0 for no error, infinite for an error if ``floor`` is zero."""
+    ratio = error / torch.where(floor > 0, floor, 1.0)
+    return torch.where(floor > 0, ratio, torch.where(error > 0, torch.inf, 0.0))
 
 
 def unusual_errors(

@@ -225,10 +225,10 @@ def _tokenizer_changes(artifact_files: SideFiles, source_files: SideFiles) -> It
     file = TOKENIZER if TOKENIZER in changed else changed[0]
     tree_changes = [
         change
-        for part in {**source_tokenizer, **tokenizer}
-        if not trees_equal(tokenizer.get(part), saved.get(part))
+        for section in {**source_tokenizer, **tokenizer}
+        if not trees_equal(tokenizer.get(section), saved.get(section))
         for change in iterate_changes(
-            tokenizer.get(part, ABSENT), source_tokenizer.get(part, ABSENT), (file, part)
+            tokenizer.get(section, ABSENT), source_tokenizer.get(section, ABSENT), (file, section)
         )
     ]
     yield from tree_changes or iterate_changes(settings_tokenizer, saved, (file,))
@@ -459,8 +459,8 @@ def read_generation_settings(side: SideFiles) -> dict[str, Any]:
     )
     if GENERATION not in side.files:
         known = generation_keys() - {"use_cache", "transformers_version"}
-        parts = (text_config(side.config), side.config)
-        settings = {key: part[key] for part in parts for key in known & part.keys()}
+        configs = (text_config(side.config), side.config)
+        settings = {key: config[key] for config in configs for key in known & config.keys()}
     return {
         key: [value] if key.endswith("_token_id") and type(value) is int else value
         for key, value in settings.items()
@@ -494,9 +494,9 @@ def normalize_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"{TOKENIZER}: its merges are not pairs of tokens") from error
     post_processor = normalized.get("post_processor")
     if isinstance(post_processor, Mapping) and post_processor.get("type") == "TemplateProcessing":
-        parts = post_processor.get("single")
-        if isinstance(parts, list) and all(
-            isinstance(p, Mapping) and "Sequence" in p for p in parts
+        single_template = post_processor.get("single")
+        if isinstance(single_template, list) and all(
+            isinstance(p, Mapping) and "Sequence" in p for p in single_template
         ):
             del normalized["post_processor"]
     decoder = normalized.get("decoder")
@@ -650,9 +650,12 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
 
 def find_loaded_file(name: str) -> LoadedFile | None:
     """Return the first row of `LOADED` with a pattern that matches a name or its last component."""
-    parts = (name.lower(), name.lower().rpartition("/")[2])
+    file_names = (name.lower(), name.lower().rpartition("/")[2])
     fits = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
-    return next((row for row, pat in fits if any(fnmatchcase(part, pat) for part in parts)), None)
+    return next(
+        (row for row, pat in fits if any(fnmatchcase(file_name, pat) for file_name in file_names)),
+        None,
+    )
 
 
 def _files_equal(directory: Path, other_directory: Path, name: str) -> bool:

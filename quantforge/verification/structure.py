@@ -119,7 +119,9 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
     severity = Severity.WARNING if engine in {None, TRANSFORMERS} else Severity.ERROR
     for modules in schemes.values():
         if len(set(modules.values())) > 1:
-            text = ", ".join(f"{name.rpartition('.')[2]} {word}" for name, word in modules.items())
+            text = ", ".join(
+                f"{name.rpartition('.')[2]} {precision}" for name, precision in modules.items()
+            )
             text = f"vLLM and others load these as one matrix and need one scheme: {text}"
             report.add("fused-layers", next(iter(modules)), text, severity)
 

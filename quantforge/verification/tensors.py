@@ -263,9 +263,9 @@ class TensorChecks:
         """Check that a tensor is readable and finite, and looks like trained weights."""
         layout, name = self._artifact.layout(tensor), tensor.header.name
         try:
-            for part in layout.tensor_names if layout else ():
-                if part != name:  # codes, which float types may carry, are decoded below
-                    check_finite(part, self._artifact.checkpoint.read(part))
+            for tensor_name in layout.tensor_names if layout else ():
+                if tensor_name != name:  # codes, which float types may carry, are decoded below
+                    check_finite(tensor_name, self._artifact.checkpoint.read(tensor_name))
             quantized = self._quantized_tensor(tensor)
             value = (
                 quantized.decode()
@@ -285,15 +285,15 @@ class TensorChecks:
             self._decoded[tensor.name] = value
         for run, text in anomalies(quantized, value) if self._source is None else ():
             self._report.warn(run, layout.module, text)
-        for part, digest in fingerprints(quantized):
-            other = self._modules_by_digest.setdefault((part, digest), layout.module)
+        for tensor_name, digest in fingerprints(quantized):
+            other = self._modules_by_digest.setdefault((tensor_name, digest), layout.module)
             if other != layout.module and not self._are_similar(layout.module, other):
                 # Without a source, blocks may have been copied on purpose.
                 report = self._report.warn if self._source is None else self._report.add
                 report(
                     "swapped-tensors",
                     layout.module,
-                    f"its {part} are those of {other}, bit for bit",
+                    f"its {tensor_name} are those of {other}, bit for bit",
                 )
 
     def _are_similar(self, module: str, other: str) -> bool:
@@ -506,8 +506,10 @@ class TensorChecks:
         ):
             return False
         offset = model_layout.architecture.norm_offset if model_layout.architecture else 0.0
-        most = (self._max_tuning + MAX_CAST_ERROR) * (target + offset).abs() + MAX_ABSOLUTE_ERROR
-        return bool(((value.float() - target).abs() <= most).all())
+        max_difference = (self._max_tuning + MAX_CAST_ERROR) * (
+            target + offset
+        ).abs() + MAX_ABSOLUTE_ERROR
+        return bool(((value.float() - target).abs() <= max_difference).all())
 
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
         """Compare the nonzero weights of a sparse tensor: equal to the source's, or adjusted by SparseGPT."""
@@ -615,12 +617,12 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
 
 def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:
     """Yield "codes" and "scales" with a digest of each, unless equality with another matrix could be chance."""
-    for part, value in (("codes", tensor.codes), ("scales", tensor.parameters.get("scales"))):
+    for part_name, value in (("codes", tensor.codes), ("scales", tensor.parameters.get("scales"))):
         if value is None or value.numel() < MIN_CODES:
             continue
         raw = value.contiguous().flatten().view(torch.uint8)
         if len(torch.unique(raw[:4096])) >= MIN_CODES // 4:  # scales may well be all alike
-            yield part, hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+            yield part_name, hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 def gains_off_by_one(gains: dict[str, float]) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ def emit_load_head(
     """Write code that loads head ``number`` of a pool as vectors of float32."""
     builder, kind = e.builder, head_format.kind
     first = e.scale_index(number, head_format.code_vectors)
-    parts = range(head_format.code_vectors)
+    code_vectors = range(head_format.code_vectors)
     if kind == "int4":
         bytes_ = [
             builder.zext(
@@ -85,7 +85,7 @@ def emit_load_head(
                 ),
                 e.vector_type(I32),
             )
-            for i in parts
+            for i in code_vectors
         ]
         low, four_bits = e.splat(I32, 15), e.splat(I32, 4)
         codes = [builder.and_(value, low) for value in bytes_]
@@ -94,7 +94,7 @@ def emit_load_head(
     else:
         values = [
             e.load_floats(pool[0], builder.add(first, I64(i)), head_format.code_dtype)
-            for i in parts
+            for i in code_vectors
         ]
     if not kind:
         return values
@@ -144,8 +144,10 @@ class AttentionSpec:
     @property
     def heads_per_unit(self) -> int:
         """Return the number of query heads in a unit of work."""
-        most = max(1, _MAX_SUM_VECTORS // self.key_format.head_vectors)
-        return next(size for size in range(most, 0, -1) if self.queries_per_kv_head % size == 0)
+        max_heads = max(1, _MAX_SUM_VECTORS // self.key_format.head_vectors)
+        return next(
+            size for size in range(max_heads, 0, -1) if self.queries_per_kv_head % size == 0
+        )
 
 
 def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
@@ -218,8 +220,8 @@ def _emit_scores(
         key = emit_load_head(e, form.key_format, keys, head_number_of(token))
         for query, score in zip(queries, scores, strict=True):
             dot = e.splat(F32, 0.0)
-            for i, part in enumerate(key):
-                dot = e.fma(part, e.load_floats(query, I64(i), torch.float32), dot)
+            for i, key_vector in enumerate(key):
+                dot = e.fma(key_vector, e.load_floats(query, I64(i), torch.float32), dot)
             index = builder.sub(token, tokens[0])
             e.store(e.sum_lanes(dot), score, e.scale_index(index, 4))
 
@@ -277,8 +279,8 @@ def _emit_weighted_values(
         index = e.scale_index(builder.sub(token, tokens[0]), 4)
         for g, score in enumerate(scores):
             weight = e.broadcast(e.load(score, index, F32))
-            for i, part in enumerate(value):
-                sums[g * head + i] = e.fma(weight, part, sums[g * head + i])
+            for i, value_vector in enumerate(value):
+                sums[g * head + i] = e.fma(weight, value_vector, sums[g * head + i])
     return sums
 
 
@@ -339,14 +341,14 @@ def _emit_store_head(
     """Write code that stores a head: its codes, and in quantized kinds the scale (and minimum) of each group."""
     number, head = location
     first = e.scale_index(number, head_format.code_vectors)
-    builder, parts = e.builder, range(head_format.head_vectors)
+    builder, head_vectors = e.builder, range(head_format.head_vectors)
     if not head_format.kind:
-        for i in parts:
+        for i in head_vectors:
             size = head_format.dtype.itemsize * e.lanes
             value = e.load(base, I64(i * size), e.memory_type(head_format.dtype))
             e.store(value, pool[0], e.scale_index(builder.add(first, I64(i)), size))
         return
-    values = [e.load_floats(base, I64(i), head_format.dtype) for i in parts]
+    values = [e.load_floats(base, I64(i), head_format.dtype) for i in head_vectors]
     groups = head_format.head_vectors // head_format.vectors_per_scale
     codes: list[Value] = []
     for r in range(groups):

@@ -95,9 +95,9 @@ class Program:
         self.address: int = self._engine.get_function_address(f"{name}_run")
         self._function = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))(self.address)
 
-    def __call__(self, words: Sequence[int]) -> None:
+    def __call__(self, arguments: Sequence[int]) -> None:
         """Run the program; its first words are range, threads and rows (`llvm_emitter`), the others depend on it."""
-        array = (ctypes.c_int64 * len(words))(*words)
+        array = (ctypes.c_int64 * len(arguments))(*arguments)
         if CALL_LOG.calls is not None:
             CALL_LOG.calls.append((self.address, array))
         self._function(array)

@@ -214,7 +214,7 @@ def add_quantize_function(module: ir.Module, spec: ProgramSpec) -> None:
                 builder.mul(row, columns), e.scale_index(unit_index, unit, i * block)
             )
             base = builder.gep(x, [e.scale_index(start, width)])
-            values = [e.load_floats(base, I64(part), spec.dtype) for part in range(vectors)]
+            values = [e.load_floats(base, I64(vector), spec.dtype) for vector in range(vectors)]
             # Sizes compare like their bits, and those of NaN are larger than any number's.
             magnitude_bits = e.splat(I32, 0)
             for value in values:
@@ -228,7 +228,7 @@ def add_quantize_function(module: ir.Module, spec: ProgramSpec) -> None:
             normal = builder.and_(normal, builder.fcmp_ordered("<", max_magnitude, F32(math.inf)))
             inverse = builder.select(normal, builder.fdiv(F32(max_code), max_magnitude), F32(0.0))
             total = e.splat(I32, 0)
-            for part, value in enumerate(values):
+            for vector, value in enumerate(values):
                 rounded = builder.fmul(value, e.broadcast(inverse))
                 rounded = e.call_intrinsic(f"llvm.nearbyint.{suffix}f32", floats, rounded)
                 number = builder.fcmp_ordered("ord", rounded, rounded)
@@ -237,7 +237,7 @@ def add_quantize_function(module: ir.Module, spec: ProgramSpec) -> None:
                 )
                 total = builder.add(total, integer)
                 offset = e.scale_index(
-                    position, bytes_per_code * unit, bytes_per_code * (i * block + part * e.lanes)
+                    position, bytes_per_code * unit, bytes_per_code * (i * block + vector * e.lanes)
                 )
                 rounded = builder.trunc(integer, e.vector_type(ir.IntType(spec.input_bits)))
                 e.store(e.shuffle(rounded, order), codes, offset)

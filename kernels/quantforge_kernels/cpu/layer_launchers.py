@@ -112,9 +112,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = x.new_empty(rows, width)
     tiles = width // lanes
     operands = (x, weight, x if bias is None else bias, y)
-    words = [0, tiles, _threads(weight), rows, *(value.data_ptr() for value in operands)]
+    arguments = [0, tiles, _threads(weight), rows, *(value.data_ptr() for value in operands)]
     strip_rows, program = _compile_linear(lanes, x.dtype, rows, columns, bias is not None)
-    program([*words, columns // lanes, tiles, -(-rows // strip_rows)])
+    program([*arguments, columns // lanes, tiles, -(-rows // strip_rows)])
     return y
 
 
@@ -124,8 +124,8 @@ def gate(gates: Tensor, ups: Tensor, tanh: bool) -> Tensor:
     out = gates.new_empty(rows, width)
     addresses = [value.data_ptr() for value in (gates, ups, out)]
     strides = [value.stride(0) * value.element_size() for value in (gates, ups)]
-    words = [0, rows, _threads(gates), rows, *addresses, *strides, width // lanes]
-    _compile_layer_program("gate", lanes, gates.dtype, tanh)(words)
+    arguments = [0, rows, _threads(gates), rows, *addresses, *strides, width // lanes]
+    _compile_layer_program("gate", lanes, gates.dtype, tanh)(arguments)
     return out
 
 
@@ -154,7 +154,7 @@ def attend(
     q = q.contiguous()
     sequences, heads, head_dim = q.shape
     kv_heads, lanes = keys.codes.shape[2], _lanes()
-    formats = tuple(_head_format(lanes, q.dtype, head_dim, part.kind) for part in (keys, values))
+    formats = tuple(_head_format(lanes, q.dtype, head_dim, pool.kind) for pool in (keys, values))
     heads_per_unit, program = _compile_attention(
         (formats[0], formats[1]), heads // kv_heads, options
     )
@@ -190,22 +190,22 @@ def store_kv(
     tokens, kv_heads, head_dim = new_kv[0].shape
     addresses = [value.data_ptr() for value in (*new_kv, slots)]
     strides = [value.stride(0) * value.element_size() for value in new_kv]
-    words = [
+    arguments = [
         *addresses,
         *strides,
         kv_heads,
         *_tensor_addresses(pools[0]),
         *_tensor_addresses(pools[1]),
     ]
-    words += [0 if scale is None else scale.data_ptr() for scale in scales]
+    arguments += [0 if scale is None else scale.data_ptr() for scale in scales]
     formats = [_head_format(_lanes(), new_kv[0].dtype, head_dim, pool.kind) for pool in pools]
     program = _compile_store(formats[0], formats[1], scales[0] is not None, scales[1] is not None)
-    program([0, tokens, _threads(new_kv[0]), tokens, *words])
+    program([0, tokens, _threads(new_kv[0]), tokens, *arguments])
 
 
 def _tensor_addresses(pool: EncodedKV) -> list[int]:
-    parts = (pool.codes, pool.scales, pool.minima)
-    return [0 if part is None else part.data_ptr() for part in parts]
+    tensors = (pool.codes, pool.scales, pool.minima)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @cache
@@ -257,8 +257,8 @@ def _compile_linear(
     from quantforge_kernels.cpu.dense import choose_strip_rows, choose_unrolling
 
     strip_rows = choose_strip_rows(rows, dtype, lanes)
-    parts = choose_unrolling(strip_rows, columns, dtype, lanes)
-    return strip_rows, _compile_layer_program("linear", lanes, dtype, strip_rows, parts, bias)
+    unrolling = choose_unrolling(strip_rows, columns, dtype, lanes)
+    return strip_rows, _compile_layer_program("linear", lanes, dtype, strip_rows, unrolling, bias)
 
 
 @cache

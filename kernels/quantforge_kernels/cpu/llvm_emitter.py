@@ -1,11 +1,11 @@
 """Writing LLVM code from Python: `Emitter` writes instructions, `add_entry_point` the function that is called.
 
 The Python code runs once and writes straight-line code: a Python loop is an unrolled loop, and `Emitter.loop` is a loop
-at run time. Every program is a function ``void name(i64* words, i64 first, i64 last)``, which takes an array of 64-bit
+at run time. Every program is a function ``void name(i64* args, i64 first, i64 last)``, which takes an array of 64-bit
 words (addresses and counts, `Emitter.load_word`) and does the part ``[first, last)`` of the work (tiles, rows, tokens).
 The first words are the same in all programs: the whole range, the number of threads, the number of rows.
 
-`add_entry_point` adds ``void name_run(i64* words)``, which reads the range from the first two words and does it in one
+`add_entry_point` adds ``void name_run(i64* args)``, which reads the range from the first two words and does it in one
 thread or divides it among several. `add_dynamic_entry_point` is for more work: threads take small pieces when they are
 free, so that a thread that is held up does not delay the others.
 """
@@ -41,7 +41,7 @@ _PIECE_STATE = (
 
 
 class Emitter:
-    """A function under construction: ``void name(i64* words, i64 first, i64 last)``.
+    """A function under construction: ``void name(i64* args, i64 first, i64 last)``.
 
     A method writes instructions and returns a `Value`, the name of their result, which other methods accept. Numbers
     are known only when the function runs. For everything without a method here, use ``builder``, llvmlite's
@@ -247,7 +247,7 @@ def declare_function(
 def add_entry_point(
     module: ir.Module, name: str, prologue: str = "", parallel: bool = False
 ) -> None:
-    """Add the entry ``void name_run(i64* words)``, which calls ``name`` on the whole range.
+    """Add the entry ``void name_run(i64* args)``, which calls ``name`` on the whole range.
 
     Args:
         module: module with the function ``name``.
@@ -255,29 +255,31 @@ def add_entry_point(
         prologue: function to call first, on all `ARG_ROWS`, by one thread.
         parallel: divide the range by ``GOMP_parallel`` if `ARG_THREADS` is above 1.
     """
-    builder, words = _new_words_function(module, f"{name}_run")
+    builder, arguments = _new_words_function(module, f"{name}_run")
     if prologue:
-        rows = builder.load(builder.gep(words, [I64(ARG_ROWS)]))
-        builder.call(module.globals[prologue], [words, I64(0), rows])
-    first, last = _load_range(builder, words)
+        rows = builder.load(builder.gep(arguments, [I64(ARG_ROWS)]))
+        builder.call(module.globals[prologue], [arguments, I64(0), rows])
+    first, last = _load_range(builder, arguments)
     if not parallel:
-        builder.call(module.globals[name], [words, first, last])
+        builder.call(module.globals[name], [arguments, first, last])
         builder.ret_void()
         return
     share_function = _build_thread_share(module, name)
-    kinds = [share_function.type, words.type, I32, I32]
+    kinds = [share_function.type, arguments.type, I32, I32]
     run_parallel = declare_function(module, "GOMP_parallel", ir.VoidType(), kinds)
-    threads = builder.load(builder.gep(words, [I64(ARG_THREADS)]))
+    threads = builder.load(builder.gep(arguments, [I64(ARG_THREADS)]))
     with builder.if_else(builder.icmp_signed(">", threads, I64(1))) as (in_parallel, in_one_thread):
         with in_parallel:
-            builder.call(run_parallel, [share_function, words, builder.trunc(threads, I32), I32(0)])
+            builder.call(
+                run_parallel, [share_function, arguments, builder.trunc(threads, I32), I32(0)]
+            )
         with in_one_thread:
-            builder.call(module.globals[name], [words, first, last])
+            builder.call(module.globals[name], [arguments, first, last])
     builder.ret_void()
 
 
 def add_dynamic_entry_point(module: ir.Module, name: str, prologue: str, parallel: bool) -> None:
-    """Add the entry ``void name_run(i64* words)`` in which threads take pieces of the work as they become free.
+    """Add the entry ``void name_run(i64* args)`` in which threads take pieces of the work as they become free.
 
     It calls ``prologue`` on all `ARG_ROWS`, then ``name`` on the whole range.
 
@@ -287,21 +289,21 @@ def add_dynamic_entry_point(module: ir.Module, name: str, prologue: str, paralle
         prologue: name of the first function.
         parallel: use threads if `ARG_THREADS` is above 1.
     """
-    builder, words = _new_words_function(module, f"{name}_run")
+    builder, arguments = _new_words_function(module, f"{name}_run")
     rows, threads = (
-        builder.load(builder.gep(words, [I64(index)])) for index in (ARG_ROWS, ARG_THREADS)
+        builder.load(builder.gep(arguments, [I64(index)])) for index in (ARG_ROWS, ARG_THREADS)
     )
-    ranges = {prologue: (I64(0), rows), name: _load_range(builder, words)}
+    ranges = {prologue: (I64(0), rows), name: _load_range(builder, arguments)}
     shared = builder.alloca(I64, I64(len(_PIECE_STATE)))
     for function_name, (first, last) in ranges.items():
         if not parallel:
-            builder.call(module.globals[function_name], [words, first, last])
+            builder.call(module.globals[function_name], [arguments, first, last])
             continue
         piece_function = _build_piece_loop(module, function_name)
-        kinds = [piece_function.type, words.type, I32, I32]
+        kinds = [piece_function.type, arguments.type, I32, I32]
         piece = builder.sdiv(builder.sub(last, first), builder.mul(threads, I64(PIECES_PER_THREAD)))
         piece = builder.select(builder.icmp_signed(">", piece, I64(1)), piece, I64(1))
-        for index, value in enumerate((builder.ptrtoint(words, I64), first, last, piece)):
+        for index, value in enumerate((builder.ptrtoint(arguments, I64), first, last, piece)):
             builder.store(value, builder.gep(shared, [I64(index)]))
         with builder.if_else(builder.icmp_signed(">", threads, I64(1))) as (
             in_parallel,
@@ -313,7 +315,7 @@ def add_dynamic_entry_point(module: ir.Module, name: str, prologue: str, paralle
                     run_parallel, [piece_function, shared, builder.trunc(threads, I32), I32(0)]
                 )
             with in_one_thread:
-                builder.call(module.globals[function_name], [words, first, last])
+                builder.call(module.globals[function_name], [arguments, first, last])
     builder.ret_void()
 
 
@@ -324,7 +326,7 @@ def _build_piece_loop(module: ir.Module, name: str) -> ir.Function:
         builder.load(builder.gep(shared, [I64(_PIECE_STATE.index(what))]))
         for what in ("words", "last", "piece")
     )
-    words, next_index = (
+    arguments, next_index = (
         builder.inttoptr(address, shared.type),
         builder.gep(shared, [I64(_PIECE_STATE.index("next"))]),
     )
@@ -337,7 +339,7 @@ def _build_piece_loop(module: ir.Module, name: str) -> ir.Function:
     builder.position_at_end(work)
     piece_end = builder.add(piece_start, piece)
     piece_end = builder.select(builder.icmp_signed("<", piece_end, last), piece_end, last)
-    builder.call(module.globals[name], [words, piece_start, piece_end])
+    builder.call(module.globals[name], [arguments, piece_start, piece_end])
     builder.branch(take)
     builder.position_at_end(done)
     builder.ret_void()
@@ -345,20 +347,20 @@ def _build_piece_loop(module: ir.Module, name: str) -> ir.Function:
 
 
 def _build_thread_share(module: ir.Module, name: str) -> ir.Function:
-    """Build ``void name_part(i64* words)``, which calls ``name`` on this thread's share of the range."""
-    builder, words = _new_words_function(module, f"{name}_part")
+    """Build ``void name_part(i64* args)``, which calls ``name`` on this thread's share of the range."""
+    builder, arguments = _new_words_function(module, f"{name}_part")
     number, count = (
         builder.sext(builder.call(declare_function(module, f"omp_get_{what}", I32), []), I64)
         for what in ("thread_num", "num_threads")
     )
-    first, last = _load_range(builder, words)
+    first, last = _load_range(builder, arguments)
     work = builder.sub(last, first)
     piece_start, piece_end = (
         builder.add(first, builder.sdiv(builder.mul(work, index), count))
         for index in (number, builder.add(number, I64(1)))
     )
     with builder.if_then(builder.icmp_signed("<", piece_start, piece_end)):
-        builder.call(module.globals[name], [words, piece_start, piece_end])
+        builder.call(module.globals[name], [arguments, piece_start, piece_end])
     builder.ret_void()
     return builder.function
 
@@ -368,8 +370,8 @@ def _new_words_function(module: ir.Module, name: str) -> tuple[ir.IRBuilder, Val
     return ir.IRBuilder(function.append_basic_block()), function.args[0]
 
 
-def _load_range(builder: ir.IRBuilder, words: Value) -> tuple[Value, Value]:
+def _load_range(builder: ir.IRBuilder, arguments: Value) -> tuple[Value, Value]:
     first, last = (
-        builder.load(builder.gep(words, [I64(index)])) for index in (ARG_FIRST, ARG_LAST)
+        builder.load(builder.gep(arguments, [I64(index)])) for index in (ARG_FIRST, ARG_LAST)
     )
     return first, last

@@ -312,8 +312,8 @@ def grouped_matmul(
     y = x.new_empty(pairs, plan.tiles * plan.lanes)
     _scratch, addresses = allocate_rounded_rows(x, y, plan)  # in use until the program has run
     work = (0, pairs * plan.tiles)
-    words = plan.make_arguments(packed, work, len(x), addresses, plan.tiles)
-    plan.get_program("grouped")([*words, owners.expert_of_pair.data_ptr(), pairs // len(x)])
+    arguments = plan.make_arguments(packed, work, len(x), addresses, plan.tiles)
+    plan.get_program("grouped")([*arguments, owners.expert_of_pair.data_ptr(), pairs // len(x)])
     return y[:, : spec.matrix_spec.out_features]
 
 

@@ -38,7 +38,7 @@ class RecordedPrograms:
     def __init__(self, result: Tensor, calls: list[Call], tensors: list[Any]) -> None:
         self.result = result
         self._kept = (calls, tensors)
-        pairs = [(address, ctypes.addressof(words)) for address, words in calls]
+        pairs = [(address, ctypes.addressof(arguments)) for address, arguments in calls]
         self._table = torch.tensor(pairs, dtype=torch.int64)
 
     def replay(self) -> Tensor:
@@ -103,8 +103,10 @@ def _sequence_program() -> Program:
     builder, table = e.builder, e.load_address(ARG_TABLE)
     kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer()]).as_pointer()
     with e.loop(e.first, e.last) as (i, _):
-        address, words = (e.load(table, e.scale_index(i, 16, plus), I64) for plus in (0, 8))
-        builder.call(builder.inttoptr(address, kind), [builder.inttoptr(words, I64.as_pointer())])
+        address, arguments = (e.load(table, e.scale_index(i, 16, plus), I64) for plus in (0, 8))
+        builder.call(
+            builder.inttoptr(address, kind), [builder.inttoptr(arguments, I64.as_pointer())]
+        )
     builder.ret_void()
     add_entry_point(module, "sequence")
     return Program(module, "sequence")

@@ -117,13 +117,13 @@ def _plane_sums(
     first_column = tile * BLOCK_K + chunk * CHUNK
     column = first_column[:, None] + tl.arange(0, STEP)[None, :]
     offset = tile * (BLOCK_K // FIELDS) + tl.arange(0, BLOCK_K // FIELDS)
-    words = words_ptr + row[:, None] * (row_stride * 4) + offset[None, :]
+    word_ptrs = words_ptr + row[:, None] * (row_stride * 4) + offset[None, :]
     valid = (first_column < last)[None, :]
     if UNMASKED:
-        word = tl.load(words, eviction_policy="evict_first")
+        word = tl.load(word_ptrs, eviction_policy="evict_first")
     else:
         valid_words = (offset < last // FIELDS)[None, :]
-        word = tl.load(words, mask=valid_words, other=0, eviction_policy="evict_first")
+        word = tl.load(word_ptrs, mask=valid_words, other=0, eviction_policy="evict_first")
     # Of three dimensions some versions of Triton spread a warp over the rows: each would convert all of x.
     word = tl.reshape(word, (row.shape[0], CHUNKS, STEP))
     total = tl.zeros((row.shape[0], CHUNKS, STEP), tl.float32)
@@ -251,9 +251,11 @@ def _plane_product(
     expert = param_row[:, None]
     j = tl.arange(0, BLOCK_K // FIELDS)
     column = tile * BLOCK_K + (j // STEP) * CHUNK + j % STEP
-    words = words_ptr + row[:, None] * (row_stride * 4) + (tile * (BLOCK_K // FIELDS) + j)[None, :]
+    word_ptrs = (
+        words_ptr + row[:, None] * (row_stride * 4) + (tile * (BLOCK_K // FIELDS) + j)[None, :]
+    )
     valid_words = (column < last)[None, :]
-    word = tl.load(words, mask=valid_words, other=0, eviction_policy="evict_first")
+    word = tl.load(word_ptrs, mask=valid_words, other=0, eviction_policy="evict_first")
     zero = tl.full((1, 1), CENTER if LOW_BIT == 0 else 0, tl.float32)
     if SCALE_AFTER_DOT:
         group = tl.full((1, 1), 0, tl.int32) + tile * BLOCK_K // GROUP
@@ -279,7 +281,7 @@ def _plane_product(
                 GROUPS_PER_SUPERBLOCK,
             )
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    part = tl.zeros(total.shape, tl.float32)
+    block_sum = tl.zeros(total.shape, tl.float32)
     for i in tl.static_range(FIELDS):
         column_at = column + i * STEP
         valid = (column_at < last) & (column_at < columns)
@@ -304,10 +306,10 @@ def _plane_product(
             weight = value.to(dtype)
         if DOT_IN_FLOAT32:
             weight, x = weight.to(tl.float32), x.to(tl.float32)
-        part = tl.dot(weight, x, part, input_precision="ieee")
+        block_sum = tl.dot(weight, x, block_sum, input_precision="ieee")
     if SCALE_AFTER_DOT:
-        part *= scale
-    return total + part
+        block_sum *= scale
+    return total + block_sum
 
 
 @triton.jit
@@ -407,8 +409,8 @@ def _load_plane_codes(words_ptr, row, column, row_stride, WIDTH: tl.constexpr, C
     """Load the fields of a plane for rows and columns."""
     STEP: tl.constexpr = CHUNK * WIDTH // 32
     offset = column % CHUNK
-    words = row * (row_stride * 4) + (column // CHUNK) * STEP + offset % STEP
-    return (tl.load(words_ptr + words) >> (WIDTH * (offset // STEP))) & ((1 << WIDTH) - 1)
+    word_offsets = row * (row_stride * 4) + (column // CHUNK) * STEP + offset % STEP
+    return (tl.load(words_ptr + word_offsets) >> (WIDTH * (offset // STEP))) & ((1 << WIDTH) - 1)
 
 
 @triton.jit

@@ -114,13 +114,13 @@ def _multiply_by_slabs(x: Tensor, packed: PackedWeight, spec: MatmulSpec) -> Ten
     for first in range(0, spec.out_features, step):
         rows = slice(first, first + step)
         scale_rows = slice(first // spec.tile_rows, -(-(first + step) // spec.tile_rows))
-        part = {
+        slab = {
             name: value[rows if name.startswith("words") else scale_rows]
             for name, value in packed.items()
             if name != "table"
         }
-        part |= {"table": packed["table"]} if "table" in packed else {}
-        result[:, rows] = x @ decode_weight(part, spec, x.dtype).T
+        slab |= {"table": packed["table"]} if "table" in packed else {}
+        result[:, rows] = x @ decode_weight(slab, spec, x.dtype).T
     return result
 
 
@@ -302,16 +302,23 @@ def launch(
     return add_splits(out, x.dtype)
 
 
-def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def add_splits(split_sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum partial results ``[splits, rows, out]`` and convert the sum to ``dtype``."""
     from quantforge_kernels.gpu.layer_kernels import add_splits_kernel
 
-    if len(parts) == 1:
-        return parts[0]
-    out = parts.new_empty(parts.shape[1:], dtype=dtype)
+    if len(split_sums) == 1:
+        return split_sums[0]
+    out = split_sums.new_empty(split_sums.shape[1:], dtype=dtype)
     programs = -(-out.numel() // 512)
     launch_kernel(
-        add_splits_kernel, (programs,), parts, out, out.numel(), len(parts), BLOCK=512, num_warps=4
+        add_splits_kernel,
+        (programs,),
+        split_sums,
+        out,
+        out.numel(),
+        len(split_sums),
+        BLOCK=512,
+        num_warps=4,
     )
     return out
 
@@ -339,9 +346,9 @@ def _row_strides(packed: PackedWeight) -> list[int]:
 
 def _kernel_tensors(packed: PackedWeight) -> list[Tensor]:
     """Return planes, table, scales and zeros in the order of kernel arguments; missing ones are not read."""
-    words = [packed.get(f"words{i}", packed["words0"]) for i in range(3)]
+    word_planes = [packed.get(f"words{i}", packed["words0"]) for i in range(3)]
     names = ("table", "scales", "d", "mins" if "mins" in packed else "zeros", "dmin")
-    return [*words, *(packed.get(name, packed["scales"]) for name in names)]
+    return [*word_planes, *(packed.get(name, packed["scales"]) for name in names)]
 
 
 INT_KERNEL = Kernel("triton-int", accepts_int, prepare, matmul)

@@ -49,8 +49,8 @@ def _layer_kind(name: str) -> LayerKind:
         ),
         attention("attention_bias"),
     )
-    parts = (norm_parameters("input_layernorm", "pre_ff_layernorm"), tokens, _mlp())
-    return replace(compose_layer(*parts, name=name), num_outputs=1)
+    components = (norm_parameters("input_layernorm", "pre_ff_layernorm"), tokens, _mlp())
+    return replace(compose_layer(*components, name=name), num_outputs=1)
 
 
 def layer_kind_names(config: Mapping[str, Any]) -> list[str]:

@@ -185,16 +185,19 @@ def mistral3_projector(config: Mapping[str, Any]) -> Projector:
     Each row of image tokens ends with the embedding of a decoder token, which llama.cpp expects in the projector file.
     Errors as `TowerConfig`.
     """
-    whole, vision = TowerConfig(config, ""), TowerConfig(config["vision_config"])
+    top_config, vision = TowerConfig(config, ""), TowerConfig(config["vision_config"])
     decoder_config = text_config(config)
     text = TowerConfig({"rms_norm_eps": 1e-6, **decoder_config}, "text_config")
     activation = vision.values.get("hidden_act", "gelu")
-    _check_projector(whole, vision, text, activation)
+    _check_projector(top_config, vision, text, activation)
     sizes = vision.sizes(TowerSizes(1024, 4096, 24, 16, 14))
     width, _, _, heads, patch = sizes
     vision.require("head_dim", width // heads)
     image = vision.size("image_size", 1540)
-    merge_size, decoder_width = whole.size("spatial_merge_size", 2), text.size("hidden_size", 5120)
+    merge_size, decoder_width = (
+        top_config.size("spatial_merge_size", 2),
+        text.size("hidden_size", 5120),
+    )
     has_bias = config.get("multimodal_projector_bias", False) is True
     block = {
         "attention_norm": "ln1", "ffn_norm": "ln2", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
@@ -246,13 +249,13 @@ def mistral3_projector(config: Mapping[str, Any]) -> Projector:
 
 
 def _check_projector(
-    whole: TowerConfig, vision: TowerConfig, text: TowerConfig, activation: object
+    top_config: TowerConfig, vision: TowerConfig, text: TowerConfig, activation: object
 ) -> None:
     """Refuse settings that llama.cpp supports with one value only."""
     vision.require("model_type", "pixtral")
     vision.require("num_channels", 3)
-    whole.require("projector_hidden_act", "gelu")
-    whole.require("vision_feature_layer", -1)
+    top_config.require("projector_hidden_act", "gelu")
+    top_config.require("vision_feature_layer", -1)
     text.require("rms_norm_eps", _TOWER_EPSILON)
     if activation not in _ACTIVATION_KEYS:
         raise unsupported_setting_error(

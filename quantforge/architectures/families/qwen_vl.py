@@ -83,7 +83,7 @@ def _split_qkv(tensor: TowerTensor) -> TowerTensor:
     """Split a fused q, k, v tensor into its three names in the file; return any other tensor unchanged."""
     (gguf_name,) = tensor.gguf_names
     gguf_names = (
-        tuple(gguf_name.replace("qkv", part) for part in "qkv")
+        tuple(gguf_name.replace("qkv", letter) for letter in "qkv")
         if "qkv" in gguf_name
         else (gguf_name,)
     )

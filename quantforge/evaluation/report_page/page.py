@@ -290,12 +290,12 @@ def _number_cell(value: float | None) -> ReportCell:
 
 def sort_key(text: str) -> str:
     """Return the number at the beginning of a cell in base units, or the text if there is none."""
-    words = text.removeprefix(UNRELIABLE_MARK).replace(",", " ").split()
+    fields = text.removeprefix(UNRELIABLE_MARK).replace(",", " ").split()
     try:
-        value = float(words[0])
+        value = float(fields[0])
     except (IndexError, ValueError):
         return "" if text == ABSENT else text
-    return str(value * _UNIT_FACTORS.get(words[1] if len(words) > 1 else "", 1.0))
+    return str(value * _UNIT_FACTORS.get(fields[1] if len(fields) > 1 else "", 1.0))
 
 
 def answers_by_prompt(
@@ -412,14 +412,14 @@ def _source_name(name: str) -> str:
 
 def mark_differences(text: str, reference: str) -> list[TextPart]:
     """Split a text into parts that it shares with a reference text and parts that differ, in order."""
-    words, reference_words = (re.findall(r"\s+|[^\s]+", item) for item in (text, reference))
-    parts: list[TextPart] = []
-    matcher = SequenceMatcher(None, words, reference_words, autojunk=False)
+    tokens, reference_tokens = (re.findall(r"\s+|[^\s]+", item) for item in (text, reference))
+    text_parts: list[TextPart] = []
+    matcher = SequenceMatcher(None, tokens, reference_tokens, autojunk=False)
     for operation, first, end, _, _ in matcher.get_opcodes():
-        part = "".join(words[first:end])
-        if part:
-            parts.append((part, operation != "equal" and not part.isspace()))
-    return parts
+        span_text = "".join(tokens[first:end])
+        if span_text:
+            text_parts.append((span_text, operation != "equal" and not span_text.isspace()))
+    return text_parts
 
 
 def _render_page(**values: Any) -> str:

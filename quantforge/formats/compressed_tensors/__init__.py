@@ -81,8 +81,8 @@ def _no_fp8_groups(scheme: Scheme, _: Shape) -> str:
 
 
 def _fp8_rows_or_tiles(scheme: Scheme, _: Shape) -> str:
-    whole = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerTensor)
-    return "fp8 per row or tile only" if whole else ""
+    is_per_tensor = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerTensor)
+    return "fp8 per row or tile only" if is_per_tensor else ""
 
 
 def _four_by_four(layer: LayerScheme) -> str:

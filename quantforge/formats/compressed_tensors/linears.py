@@ -285,14 +285,18 @@ def _column_count(
     Raises:
         InputError: the recorded shape does not fit the other tensors.
     """
-    (rows, words), size, name = packed, scheme.group_size(0), f"{module}.weight_shape"
+    (rows, packed_columns), size, name = packed, scheme.group_size(0), f"{module}.weight_shape"
     groups = matrix_shape(tensors, f"{module}.weight_scale")[1]
-    columns = groups * size if size else words * 32 // scheme.bits
+    columns = groups * size if size else packed_columns * 32 // scheme.bits
     require_headers(tensors, [StoredTensor(name, "I64", (2,))])
     if not tensors[name].data:
         return columns
     recorded: tuple[int, int] = struct.unpack("<2q", tensors[name].data)
-    fits = recorded[1] == columns if size else words_per_row(recorded[1], scheme.bits) == words
+    fits = (
+        recorded[1] == columns
+        if size
+        else words_per_row(recorded[1], scheme.bits) == packed_columns
+    )
     if recorded[0] != rows or recorded[1] < 1 or not fits:
         raise _shape_error(name, recorded, (rows, columns))
     return recorded[1]

@@ -161,19 +161,19 @@ def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
         InputError: a tensor name is too long for llama.cpp, or two are equal.
     """
     _check_names(tensors)
-    parts = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(metadata))]
+    pieces = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        parts += [_string_bytes(key), struct.pack("<i", value.type), _value_bytes(value)]
+        pieces += [_string_bytes(key), struct.pack("<i", value.type), _value_bytes(value)]
     offset = 0
     for tensor in tensors:
         sizes = tensor.shape[::-1]
-        parts += [
+        pieces += [
             _string_bytes(tensor.name),
             struct.pack(f"<I{len(sizes)}q", len(sizes), *sizes),
             struct.pack("<iQ", TYPES[tensor.type].number, offset),
         ]
         offset += round_up_to_alignment(tensor.nbytes)
-    data = b"".join(parts)
+    data = b"".join(pieces)
     return data + bytes(round_up_to_alignment(len(data)) - len(data))
 
 

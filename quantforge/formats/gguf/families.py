@@ -199,13 +199,13 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
         return ""
     import gguf  # with numpy
 
-    block, word = match.groups()
+    block, suffix = match.groups()
     tables = (gguf.TensorNameMap.block_mappings_cfg, gguf.TensorNameMap.mappings_cfg)
     forms = {
         form.rpartition("{bid}.")[2]
         for table in tables
         for kind, known in table.items()
-        if gguf.TENSOR_NAMES[kind].rpartition(".")[2] == word
+        if gguf.TENSOR_NAMES[kind].rpartition(".")[2] == suffix
         for form in known
     }
     meant = [

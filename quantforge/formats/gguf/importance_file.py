@@ -216,16 +216,16 @@ def _read_gguf(path: Path, wants_entry: _WantsEntry) -> Imatrix:
 
 
 def _legacy_bytes(imatrix: Imatrix) -> bytes:
-    parts = [struct.pack("<i", len(imatrix.entries))]
+    pieces = [struct.pack("<i", len(imatrix.entries))]
     for name, entry in sorted(imatrix.entries.items()):
         calls = max(1, imatrix.chunks)
         values = entry.means.reshape(-1) * calls
-        parts += [
+        pieces += [
             _length_prefixed(name),
             struct.pack("<ii", calls, len(values)),
             _float32_bytes(values),
         ]
-    return b"".join([*parts, struct.pack("<i", imatrix.chunks), _length_prefixed(imatrix.dataset)])
+    return b"".join([*pieces, struct.pack("<i", imatrix.chunks), _length_prefixed(imatrix.dataset)])
 
 
 def _read_legacy(path: Path, wants_entry: _WantsEntry) -> Imatrix:

@@ -122,10 +122,10 @@ def split_keys(number: int, count: int, tensors: int) -> dict[str, MetadataValue
     }
 
 
-def merge_keys(*parts: Mapping[str, Any]) -> dict[str, MetadataValue]:
+def merge_keys(*key_sets: Mapping[str, Any]) -> dict[str, MetadataValue]:
     """Merge metadata in order; the parts must not share keys."""
     merged: dict[str, MetadataValue] = {}
-    for part in parts:
-        assert not merged.keys() & part.keys()
-        merged |= part
+    for key_set in key_sets:
+        assert not merged.keys() & key_set.keys()
+        merged |= key_set
     return merged

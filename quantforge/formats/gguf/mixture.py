@@ -101,8 +101,8 @@ class ModelShape:
 
 def file_order(name: str) -> tuple[int, str]:
     """Return the sort key of a tensor in a file: by block (tensors outside of blocks first), then by name."""
-    parts = name.split(".")
-    return (int(parts[1]) if parts[0] == "blk" else -1, name)
+    name_parts = name.split(".")
+    return (int(name_parts[1]) if name_parts[0] == "blk" else -1, name)
 
 
 _CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
@@ -141,7 +141,7 @@ def assign_types(
     value = 0
     rows = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up"), 0)
     for name, columns in ordered:
-        matrix = next((part for part in rows if part in name), "")
+        matrix = next((matrix_name for matrix_name in rows if matrix_name in name), "")
         if base in FLOAT_TYPES:
             chosen[name] = base
         elif name == "output.weight" or (tied and name in EMBEDDING_TENSORS):
@@ -168,7 +168,10 @@ def assign_types(
 
 
 def _is_value(name: str) -> bool:
-    return any(part in name for part in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"))
+    return any(
+        value_name in name
+        for value_name in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
+    )
 
 
 def _has_more_bits(index: int, count: int) -> bool:

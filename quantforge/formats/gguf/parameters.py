@@ -82,7 +82,7 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
     assert declared is not None  # it has declared the family
     sizes = declared.dimensions(config)
     config = _with_defaults(config, declared.defaults)
-    whole = {**declared.defaults, **config}
+    full_config = {**declared.defaults, **config}
     mixed = (
         family.has_experts
         if isinstance(family.has_experts, bool)
@@ -90,7 +90,7 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
     )
     experts = _expert_count(sizes) if mixed else 0
     _check_heads(config, family, sizes)
-    _check_graph(whole, declared, family, sizes)
+    _check_graph(full_config, declared, family, sizes)
     metadata: dict[str, MetadataValue] = {
         "block_count": u32_value(sizes.layers),
         "context_length": u32_value(sizes.positions),
@@ -112,15 +112,15 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
     metadata |= _leading_keys(config, family, sizes, rope)
     if experts:
         metadata["expert_count"] = u32_value(experts)
-        metadata["expert_used_count"] = u32_value(_used_experts(whole, family, experts))
-    metadata |= _family_keys(whole, family, sizes)
+        metadata["expert_used_count"] = u32_value(_used_experts(full_config, family, experts))
+    metadata |= _family_keys(full_config, family, sizes)
     return HyperParameters(
         family,
         _prefix_keys(family, metadata),
         sizes,
         rope_tensors(rope),
         experts,
-        _difference_events(whole, declared.windows, family, sizes, rope),
+        _difference_events(full_config, declared.windows, family, sizes, rope),
     )
 
 
@@ -232,11 +232,11 @@ def _expert_count(sizes: Dimensions) -> int:
 def _used_experts(config: Mapping[str, Any], family: GgufFamily, experts: int) -> int:
     count = _integer_or_default(config, family.used_experts_key, 2)
     groups, used = config.get("n_group"), config.get("topk_group")
-    most = experts
+    max_used = experts
     if "expert_group_count" in family.integer_keys and groups and used:
-        most = experts // groups * used
-    if not 1 <= count <= most:
-        raise unsupported_in_gguf(f"{family.used_experts_key} = {count}", f"1 to {most}")
+        max_used = experts // groups * used
+    if not 1 <= count <= max_used:
+        raise unsupported_in_gguf(f"{family.used_experts_key} = {count}", f"1 to {max_used}")
     return count
 
 

@@ -235,8 +235,8 @@ def _check_offsets(
 def _join_parts(path: Path, first: GgufFile) -> GgufFile:
     """Join all parts of a split file, given any one of them."""
     count = first.value("split.count", int)
-    part = re.search(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$", path.name)
-    if not 1 <= count <= MAX_KEYS or part is None or int(part[2]) != count:
+    match = re.search(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$", path.name)
+    if not 1 <= count <= MAX_KEYS or match is None or int(match[2]) != count:
         raise InputError(
             f"one of {count} parts, but not named so",
             f"parts are named NAME-00001-of-{count:05}.gguf",
@@ -244,7 +244,7 @@ def _join_parts(path: Path, first: GgufFile) -> GgufFile:
             subject=str(path),
         )
     files = [
-        path.with_name(f"{path.name[: part.start()]}-{n:05}-of-{count:05}{part[3] or ''}")
+        path.with_name(f"{path.name[: match.start()]}-{n:05}-of-{count:05}{match[3] or ''}")
         for n in range(1, count + 1)
     ]
     tensors: dict[str, TableEntry] = {}
@@ -321,14 +321,14 @@ class HeaderReader:
         return self._buffer[offset : offset + count]
 
     def _pread(self, count: int) -> bytes:
-        parts, done = [], 0
+        pieces, done = [], 0
         while done < count:
-            part = os.pread(self._descriptor, count - done, self._start + done)
-            if not part:
+            piece = os.pread(self._descriptor, count - done, self._start + done)
+            if not piece:
                 raise changed_error(self._path)
-            parts.append(part)
-            done += len(part)
-        return b"".join(parts)
+            pieces.append(piece)
+            done += len(piece)
+        return b"".join(pieces)
 
     def number(self, code: str) -> int:
         """Read one integer with a struct format."""
@@ -344,15 +344,15 @@ class HeaderReader:
             )
         return self.take(length)
 
-    def check_array(self, count: int, least: int, what: str) -> None:
+    def check_array(self, count: int, min_bytes: int, what: str) -> None:
         """Raise `InputError` if an array is longer than the rest of the file or the limit for all arrays."""
-        if count > min(MAX_VALUES - self.values, self.left // least):
+        if count > min(MAX_VALUES - self.values, self.left // min_bytes):
             raise self.error(f"{what}: an array of {count} values in {self.left} bytes")
         self.values += count
 
-    def check_count(self, count: int, least: int, limit: int, what: str) -> None:
+    def check_count(self, count: int, min_bytes: int, limit: int, what: str) -> None:
         """Raise `InputError` if a count is negative, above its limit, or too large for the rest of the file."""
-        if not 0 <= count <= min(limit, self.left // least):
+        if not 0 <= count <= min(limit, self.left // min_bytes):
             raise self.error(f"{count} {what} in {self.left} bytes")
 
 
@@ -389,8 +389,8 @@ def _read_array(header: HeaderReader, key: str) -> MetadataValue:
     count = header.number("<Q")
     if element is ValueType.ARRAY:
         raise header.error(f"key {key!r}: an array of arrays")
-    least = 8 if element is ValueType.STRING else struct.calcsize(STRUCT_CODES[element])
-    header.check_array(count, least, f"key {key!r}")
+    min_bytes = 8 if element is ValueType.STRING else struct.calcsize(STRUCT_CODES[element])
+    header.check_array(count, min_bytes, f"key {key!r}")
     if element is ValueType.STRING:
         items = [_decode_piece(header.string(f"key {key!r}")) for _ in range(count)]
         return MetadataValue(ValueType.ARRAY, items, element)

@@ -86,13 +86,13 @@ class ProjectorFile:
             if side := tensor.patch_size:  # colours of a pixel beside each other become planes
                 value = value.reshape(len(value), side, side, -1).permute(0, 3, 1, 2)
             value = interleave_rotary_rows(value, tensor.rotary_heads)
-            parts = (
+            values = (
                 value.chunk(len(tensor.gguf_names), tensor.axis)
                 if len(tensor.gguf_names) > 1
                 else (value,)
             )
-            for gguf_name, part in zip(tensor.gguf_names, parts, strict=True):
-                stored = part.reshape(_part_shape(tensor)).to(torch_dtype(types[gguf_name]))
+            for gguf_name, piece in zip(tensor.gguf_names, values, strict=True):
+                stored = piece.reshape(_part_shape(tensor)).to(torch_dtype(types[gguf_name]))
                 if not bool(stored.isfinite().all()) and bool(value.isfinite().all()):
                     raise RefusedError(
                         f"{name}: a value is beyond the range of float16, in which {OPTION} stores matrices",

@@ -192,20 +192,20 @@ def _yarn_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataVa
                 _positive_number(rope.settings, name, None)
             )
     _check_yarn_range(rope, family)
-    whole = rope.settings.get("mscale_all_dim")
-    if whole and rope.settings.get("mscale") != whole:
+    mscale_all_dim = rope.settings.get("mscale_all_dim")
+    if mscale_all_dim and rope.settings.get("mscale") != mscale_all_dim:
         raise RefusedError(
             "mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
             "use --format compressed-tensors",
             subject="config.json",
         )
-    if whole and not family.reads_yarn_multiplier:
+    if mscale_all_dim and not family.reads_yarn_multiplier:
         raise RefusedError(
             "mscale_all_dim of yarn scaling has no key in GGUF for this family",
             "use --format compressed-tensors",
             subject="config.json",
         )
-    if whole:
+    if mscale_all_dim:
         keys["rope.scaling.yarn_log_multiplier"] = f32_value(
             0.1 * _positive_number(rope.settings, "mscale", None)
         )
@@ -290,13 +290,13 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
     values_text = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
     if stated["beta_fast"] < stated["beta_slow"]:
         raise InputError(f"{values_text}", "exchange them", subject="config.json")
-    if _yarn_range(rope, stated, whole=_truncates(rope))[1] < 0:
+    if _yarn_range(rope, stated, rounded=_truncates(rope))[1] < 0:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context
         short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
         raise unsupported_in_gguf(short, "more")
     known = stated if family.reads_yarn_betas else _BETAS
-    if _yarn_range(rope, stated, whole=True) != _yarn_range(rope, known, whole=True):
+    if _yarn_range(rope, stated, rounded=True) != _yarn_range(rope, known, rounded=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
         flags = " ".join(
             f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
@@ -316,10 +316,15 @@ def yarn_rounding(rope: RopeParameters) -> str:
     if rope.kind != "yarn" or _truncates(rope):
         return ""
     betas = _betas(rope)
-    exact, whole = (_yarn_range(rope, betas, whole=rounded) for rounded in (False, True))
-    if exact == whole:
+    exact_range, rounded_range = (
+        _yarn_range(rope, betas, rounded=rounded) for rounded in (False, True)
+    )
+    if exact_range == rounded_range:
         return ""
-    here, there = f"{exact[0]:.2f} to {exact[1]:.2f}", f"{whole[0]:g} to {whole[1]:g}"
+    here, there = (
+        f"{exact_range[0]:.2f} to {exact_range[1]:.2f}",
+        f"{rounded_range[0]:g} to {rounded_range[1]:g}",
+    )
     return f"frequencies {here} are interpolated, in llama.cpp {there}"
 
 
@@ -332,13 +337,13 @@ def _betas(rope: RopeParameters) -> dict[str, float]:
 
 
 def _yarn_range(
-    rope: RopeParameters, betas: Mapping[str, float], *, whole: bool
+    rope: RopeParameters, betas: Mapping[str, float], *, rounded: bool
 ) -> tuple[float, float]:
-    """Return the first and last frequency that YaRN interpolates, rounded outward with ``whole``."""
+    """Return the first and last frequency that YaRN interpolates, rounded outward with ``rounded``."""
     original, base = rope.original or rope.context, 2 * math.log(max(rope.base, 1 + 1e-9))
     low, high = (
         rope.width * math.log(original / (2 * math.pi * turns)) / base for turns in betas.values()
     )
-    if whole:
+    if rounded:
         low, high = math.floor(low), math.ceil(high)
     return max(low, 0), min(high, rope.width - 1)

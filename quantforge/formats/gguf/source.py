@@ -175,15 +175,17 @@ def _stored_as(
     if len(originals) == 1:
         return {originals[0]: stored_tensor}
     experts, rows, _ = entry.shape if len(entry.shape) == 3 else (len(originals) + 1, 0, 0)
-    parts, remainder = divmod(len(originals), experts)  # matrices that are one, rows behind rows
-    if remainder or rows % parts:
+    matrices_per_expert, remainder = divmod(
+        len(originals), experts
+    )  # matrices that are one, rows behind rows
+    if remainder or rows % matrices_per_expert:
         raise InputError(
             f"tensor {entry.name!r}: {list(entry.shape)}, {len(originals)} matrices of experts",
             tensor=entry.name,
         )
-    size, shape = raw.nbytes // len(originals), (rows // parts, *raw.shape[2:])
+    size, shape = raw.nbytes // len(originals), (rows // matrices_per_expert, *raw.shape[2:])
     if raw.dtype == "U8":
-        shape = (rows // parts, raw.shape[1])
+        shape = (rows // matrices_per_expert, raw.shape[1])
     return {
         name: replace(
             stored_tensor,
@@ -358,7 +360,7 @@ class ArchitectureKeys:
         These are `common_config`, key/value heads, the MLP, ``float_keys`` and rotary embeddings.
         """
         sizes = self.common_config()
-        whole = self._declared.defaults.get("partial_rotary_factor", 1.0) == 1.0
+        rotates_whole_head = self._declared.defaults.get("partial_rotary_factor", 1.0) == 1.0
         heads = self.get_int("attention.head_count_kv", sizes["num_attention_heads"])
         return {
             **sizes,
@@ -369,7 +371,7 @@ class ArchitectureKeys:
                 for key, config_key in self._family.float_keys.items()
                 if isinstance(config_key, str)
             },
-            **self.rope_config(sizes["head_dim"], whole=whole),
+            **self.rope_config(sizes["head_dim"], whole=rotates_whole_head),
         }
 
     def get_int(self, key: str, otherwise: int | None = None) -> int:

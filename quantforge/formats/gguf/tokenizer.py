@@ -83,15 +83,15 @@ def read_merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs: dict[tuple[str, str], None] = {}
     merges = model.get("merges")
     for item in merges if isinstance(merges, list) else ():
-        parts = item.split(" ", 1) if isinstance(item, str) else item
+        pieces = item.split(" ", 1) if isinstance(item, str) else item
         if (
-            not isinstance(parts, list)
-            or len(parts) != 2
-            or not all(isinstance(part, str) for part in parts)
+            not isinstance(pieces, list)
+            or len(pieces) != 2
+            or not all(isinstance(piece, str) for piece in pieces)
         ):
             raise InputError(f"tokenizer.json: {item!r} is no merge", "the file is damaged")
-        pairs.pop((parts[0], parts[1]), None)
-        pairs[parts[0], parts[1]] = None
+        pairs.pop((pieces[0], pieces[1]), None)
+        pairs[pieces[0], pieces[1]] = None
     return list(pairs)
 
 

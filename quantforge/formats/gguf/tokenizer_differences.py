@@ -229,11 +229,13 @@ def post_processor_differences(
         if len(positions) != 1:
             yield f"post_processor: a template with the text {len(positions)} times: llama.cpp takes it once"
             continue
-        parts = items[: positions[0]], items[positions[0] + 1 :]
-        for role, word, part in zip(("bos", "eos"), ("before", "after"), parts, strict=True):
+        added_items = items[: positions[0]], items[positions[0] + 1 :]
+        for role, place_word, template_items in zip(
+            ("bos", "eos"), ("before", "after"), added_items, strict=True
+        ):
             names = [
                 str(item["SpecialToken"].get("id"))
-                for item in part
+                for item in template_items
                 if isinstance(item.get("SpecialToken"), Mapping)
             ]
             numbers = [
@@ -252,7 +254,7 @@ def post_processor_differences(
                     ", ".join(map(repr, names)),
                     "nothing" if not written else "one token",
                 )
-                yield f"post_processor puts {shown or 'nothing'} {word} a text: llama.cpp puts {instead}"
+                yield f"post_processor puts {shown or 'nothing'} {place_word} a text: llama.cpp puts {instead}"
 
 
 def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -297,12 +299,12 @@ def settings_differences(
         flags: ``add_bos_token`` and ``add_eos_token``, as written to the file.
     """
     ends = dict(zip(("bos", "eos"), post_processor_ends(tokenizer), strict=True))
-    for role, word in (("bos", "begins"), ("eos", "ends")):
+    for role, verb in (("bos", "begins"), ("eos", "ends")):
         stated, written = settings.get(f"add_{role}_token"), flags.get(f"add_{role}_token", False)
         if isinstance(stated, bool) and (stated != written or (stated and ends[role] is None)):
             yield (
                 f"add_{role}_token = {str(stated).lower()}: tokenizer.json says otherwise, and classes of transformers "
-                f"go by one or the other; llama.cpp puts {'a' if written else 'no'} token that {word} a text"
+                f"go by one or the other; llama.cpp puts {'a' if written else 'no'} token that {verb} a text"
             )
     known = {item["content"] for item in added_tokens(tokenizer)} | tokenizer["model"][
         "vocab"

@@ -126,7 +126,7 @@ def _byte_level_bpe(
             "copy tokenizer.json from the source",
             subject=str(file.files[0]),
         )
-    steps, whole = known
+    steps, ignore_merges = known
     nodes: list[dict[str, Any]] = []
     for step in steps:
         if step == BYTE_LEVEL_STEP:
@@ -151,7 +151,7 @@ def _byte_level_bpe(
         if len(nodes) == 1
         else {"type": "Sequence", "pretokenizers": nodes},
         "decoder": _byte_level_step(use_regex=True),
-        "model": _bpe_model(vocab, merges, ignore_merges=whole),
+        "model": _bpe_model(vocab, merges, ignore_merges=ignore_merges),
     }
 
 

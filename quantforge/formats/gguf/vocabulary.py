@@ -246,11 +246,14 @@ def _tokens_past_embedding(
     if not past:
         return past
     merged_pieces = {left + right for left, right in read_merges(model)}
-    whole = bool(model.get("ignore_merges")) or str(model.get("unk_token")) in past
+    reads_whole_words = bool(model.get("ignore_merges")) or str(model.get("unk_token")) in past
     around = {piece for piece in post_processor_ends(tokenizer) if piece is not None}
     for piece, number in past.items():
         ordinary = piece not in added and (
-            whole or piece in merged_pieces or len(piece) == 1 or _BYTE_PIECE.fullmatch(piece)
+            reads_whole_words
+            or piece in merged_pieces
+            or len(piece) == 1
+            or _BYTE_PIECE.fullmatch(piece)
         )
         if ordinary or piece in around:
             raise InputError(
@@ -375,8 +378,8 @@ _OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
-def _join_patterns(*parts: str) -> str:
-    return "|".join((*parts, _TAIL))
+def _join_patterns(*patterns: str) -> str:
+    return "|".join((*patterns, _TAIL))
 
 
 _LLAMA3 = _join_patterns(_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _OTHER)
@@ -419,7 +422,7 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
         )
     built = Vocabulary("gpt2", pre or _recognize_pre_tokenizer(tokenizer), [], [])
     built.merges = [
-        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in read_merges(model)
+        " ".join(piece.replace(" ", _MERGE_SPACE) for piece in pair) for pair in read_merges(model)
     ]
     return built
 
@@ -434,12 +437,12 @@ def _recognize_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
     nodes = flatten_steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not nodes or nodes[-1].get("type") != "ByteLevel":
         steps = (*steps, "no ByteLevel at the end")
-    whole = bool(tokenizer["model"].get("ignore_merges", False))
-    name = _PRE_TOKENIZERS.get((steps, whole))
+    ignore_merges = bool(tokenizer["model"].get("ignore_merges", False))
+    name = _PRE_TOKENIZERS.get((steps, ignore_merges))
     if name is None:
         shown = " then ".join(step if len(step) < 60 else step[:60] + "..." for step in steps)
         raise RefusedError(
-            f"tokenizer.json: unknown pre-tokenizer: {shown or 'none'}{', ignore_merges' if whole else ''}",
+            f"tokenizer.json: unknown pre-tokenizer: {shown or 'none'}{', ignore_merges' if ignore_merges else ''}",
             "name llama.cpp's equivalent with --pre-tokenizer NAME (e.g. llama-bpe, qwen2, gpt-2)",
         )
     return name

@@ -149,7 +149,7 @@ def _sort_tensors(
     path: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, LowRankUpdate], dict[str, TensorEntry]]:
     """Return the low-rank updates by module, and the replacing tensors by name."""
-    parts: dict[str, dict[str, TensorEntry]] = {}
+    entries_by_module: dict[str, dict[str, TensorEntry]] = {}
     replaced: dict[str, TensorEntry] = {}
     tables: set[str] = set()
     for name, entry in entries.items():
@@ -159,7 +159,7 @@ def _sort_tensors(
         ending = next((end for end in _PART_BY_SUFFIX if inner.endswith(end)), "")
         if ending:
             module = inner.removesuffix(ending).removesuffix(".base_layer")
-            parts.setdefault(module, {})[_PART_BY_SUFFIX[ending]] = entry
+            entries_by_module.setdefault(module, {})[_PART_BY_SUFFIX[ending]] = entry
             tables |= {module} if "embedding" in ending else set()
         elif "lora_" in inner:
             raise _tensor_error(path, name, "a tensor of no kind that is merged here")
@@ -167,7 +167,7 @@ def _sort_tensors(
             replaced[inner.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = entry
         if entry.dtype not in _FLOATS:
             raise _tensor_error(path, name, f"{entry.dtype} is no type of an adapter")
-    if not parts and not replaced:
+    if not entries_by_module and not replaced:
         raise InputError("the adapter holds nothing", "fetch it again", subject=str(path / WEIGHTS))
     every = "".join(f".{inner}\n" for inner in replaced)
     for name in modules_saved_whole(config):
@@ -175,7 +175,7 @@ def _sort_tensors(
             raise _tensor_error(path, name, f"missing, although {CONFIG} has it in modules_to_save")
     changes = {
         module: _read_update(path, config, module, entries_of_module, module in tables)
-        for module, entries_of_module in sorted(parts.items())
+        for module, entries_of_module in sorted(entries_by_module.items())
     }
     return changes, dict(sorted(replaced.items()))
 
@@ -332,12 +332,12 @@ def module_number(
         if patterns.matches_pattern(rf"(.*\.)?({pattern})", module, full_match=True):
             default = value
             break
-    least = 0 if key == "r" else -(2**31)
+    min_number = 0 if key == "r" else -(2**31)
     if (
         isinstance(default, bool)
         or not isinstance(default, int | float)
         or default == 0
-        or not least < default < 2**31
+        or not min_number < default < 2**31
     ):
         raise InputError(
             f"{key} = {default!r} of {module}",

@@ -92,7 +92,7 @@ class DraftHeadDirectory:
         layout = self.layouts.get(name.removesuffix(".weight"))
         if layout is None:
             return self._stored(name, FLOAT_DTYPES)
-        stored = {part: self._stored(part) for part in layout.tensor_names}
+        stored = {tensor_name: self._stored(tensor_name) for tensor_name in layout.tensor_names}
         return self.form.unpack(layout, stored)
 
     def integers(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:

@@ -168,8 +168,8 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
         added = {head: replace(checkpoint.entries[stored_names.embedding], name=head)}
         new.computed.setdefault(head, _UntiedHeadReader(stored_names.embedding))
         config = untie_config(config)
-    whole = with_computed_tensors(checkpoint, new.computed, config=config, new_entries=added)
-    return with_computed_tensors(whole, merge.computed, facts=facts)
+    extended = with_computed_tensors(checkpoint, new.computed, config=config, new_entries=added)
+    return with_computed_tensors(extended, merge.computed, facts=facts)
 
 
 def _resized_error(
@@ -276,17 +276,17 @@ class _UntiedHeadReader:
 def _merge_description(adapter: Adapter, alone: bool) -> str:
     """Describe what was merged, for messages and the manifest."""
     ranks = sorted({change.a.shape[0] for change in adapter.changes.values()})
-    words = (
+    change_texts = (
         [f"{len(adapter.changes)} modules of rank {', '.join(map(str, ranks))}"] if ranks else []
     )
     if adapter.replaced:
-        words.append(f"{len(adapter.replaced)} tensors replaced")
+        change_texts.append(f"{len(adapter.replaced)} tensors replaced")
     if any(change.magnitude is not None for change in adapter.changes.values()):
-        words.append("DoRA")
+        change_texts.append("DoRA")
     if alone:
-        words.append("the head stored on its own")
+        change_texts.append("the head stored on its own")
     digest = adapter.digests[-1].partition(" ")[0]
-    return f"{adapter.path.resolve().name}: {', '.join(words)}; SHA-256 {digest}"
+    return f"{adapter.path.resolve().name}: {', '.join(change_texts)}; SHA-256 {digest}"
 
 
 class _StoredNames:

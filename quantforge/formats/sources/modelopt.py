@@ -173,9 +173,9 @@ def _encoded_weight(module: str, headers: Mapping[str, StoredTensor]) -> Encoded
             "read are NVFP4, MXFP8, and fp8 with one scale, a scale for each row or for tiles of 128x128",
             tensor=module + _SCALE_SUFFIX,
         )
-    high, wide, words = encoding
+    high, wide, precision = encoding
     reader = _MatrixReader(module, (rows, columns), high, wide, nibbles)
-    return EncodedWeight(module + _WEIGHT_SUFFIX, (rows, columns), tuple(stored), reader, words)
+    return EncodedWeight(module + _WEIGHT_SUFFIX, (rows, columns), tuple(stored), reader, precision)
 
 
 def _check_second_scale(module: str, headers: Mapping[str, StoredTensor]) -> None:

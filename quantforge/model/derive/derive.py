@@ -387,11 +387,11 @@ def _name_kind(derived: DerivedKind, known: Iterable[DerivedKind]) -> DerivedKin
 def _kind_key(config: Any, index: int, block: nn.Module) -> object:
     """Return a key that is equal for layers of the same kind."""
     listed = (_config_value(config, name) for name in ("layer_types", "mlp_layer_types"))
-    words = tuple(
+    text_attributes = tuple(
         str(item[index]) if isinstance(item, Sequence) and len(item) > index else ""
         for item in listed
     )
-    return type(block), parameter_signature(block), words
+    return type(block), parameter_signature(block), text_attributes
 
 
 def _needs_replay(outside: _ModelAroundBlocks, learn: _ComputeExtraOutputs) -> bool:

@@ -241,8 +241,10 @@ def _common_module(linears: Iterable[str]) -> str:
     """Return the innermost module that contains all linears; for a linear directly in the block, itself."""
     names = list(linears)
     paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    common = takewhile(lambda parts: len(set(parts)) == 1, paths)
-    return ".".join(parts[0] for parts in common) or (names[0] if len(names) == 1 else "")
+    common = takewhile(lambda level_names: len(set(level_names)) == 1, paths)
+    return ".".join(level_names[0] for level_names in common) or (
+        names[0] if len(names) == 1 else ""
+    )
 
 
 def parameter_signature(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]:
@@ -403,9 +405,9 @@ class _ExpertProductObserver(FunctionMode):
         if stack is None or name in self.found or weight.dim() < 2:
             return
         experts, rows, columns = stack.shape
-        whole = weight.shape[-2:]
+        matrix_shape = weight.shape[-2:]
         straight = weight.stride()[-2:] == stack.stride()[1:]
-        if sorted(whole) != sorted((rows, columns)) or not (
+        if sorted(matrix_shape) != sorted((rows, columns)) or not (
             straight or weight.mT.stride()[-2:] == stack.stride()[1:]
         ):
             return

@@ -241,9 +241,9 @@ def _repeated_candidates(
         if count == 1 or rows % count or rest <= 0:
             continue
         fused = rest % last == 0 and rest > last
-        parts = (rest - last, last, last) if fused else (rest, last)
+        slice_sizes = (rest - last, last, last) if fused else (rest, last)
         labels = QKV_LABELS if fused else ("k", "v")
-        candidate = _slice_candidate(name, parts, len(parts) - 1, labels, heads=heads)
+        candidate = _slice_candidate(name, slice_sizes, len(slice_sizes) - 1, labels, heads=heads)
         yield replace(candidate, repeats=count)
 
 
@@ -330,9 +330,9 @@ def is_fold_exact(
 ) -> bool:
     """Return whether the output is unchanged with both changes, but changes with ``divided`` alone."""
     before = hidden_states_of(block.run())
-    most, limits = before.abs().max(), TOLERANCES[block.dtype]
+    max_magnitude, limits = before.abs().max(), TOLERANCES[block.dtype]
     both = (hidden_states_of(block.run({**divided, **multiplied})) - before).abs().max()
-    if not both <= limits.equal * most:
+    if not both <= limits.equal * max_magnitude:
         return False
     half = (hidden_states_of(block.run(divided)) - before).abs().max()
-    return bool(half > limits.different * most)
+    return bool(half > limits.different * max_magnitude)

@@ -238,8 +238,8 @@ def search_affine(x, weights, high, numerators, absolute, scales, negated_mins, 
         _load_panel(weights, first, ws)
         _find_range(xs, ws, s)
         for lane in range(LANES):
-            least = s[_MIN + lane]
-            initial_min[lane] = _ZERO if least > _ZERO else least
+            min_value = s[_MIN + lane]
+            initial_min[lane] = _ZERO if min_value > _ZERO else min_value
             s[_MIN + lane] = initial_min[lane]
             s[_CANDIDATE + lane] = high / (s[_MAX + lane] - initial_min[lane])
             s[_FITTED_SCALE + lane], s[_FITTED_MIN + lane] = (
@@ -286,9 +286,9 @@ def _find_range(x, w, s):  # type: ignore[no-untyped-def]
     for index in range(1, x.shape[0]):
         for lane in range(LANES):
             value, weight = x[index, lane], w[index, lane]
-            least, most = s[_MIN + lane], s[_MAX + lane]
-            s[_MIN + lane] = value if value < least else least
-            s[_MAX + lane] = value if value > most else most
+            min_value, max_value = s[_MIN + lane], s[_MAX + lane]
+            s[_MIN + lane] = value if value < min_value else min_value
+            s[_MAX + lane] = value if value > max_value else max_value
             s[_WEIGHT + lane] += weight
             s[_MEAN + lane] += weight * value
 
@@ -300,13 +300,13 @@ def _fit_line(x, w, s, high):  # type: ignore[no-untyped-def]
         s[_WEIGHTED_CODES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = _ZERO, _ZERO, _ZERO
     for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, least = s[_CANDIDATE + lane], s[_MIN + lane]
+            inverse, min_value = s[_CANDIDATE + lane], s[_MIN + lane]
             weighted_codes = s[_WEIGHTED_CODES + lane]
             squares = s[_SQUARES + lane]
             products = s[_PRODUCTS + lane]
             for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
-                code = round_and_clamp(inverse * (value - least), _ZERO, high)
+                code = round_and_clamp(inverse * (value - min_value), _ZERO, high)
                 weighted_codes += weight * code
                 squares += weight * code * code
                 products += weight * code * value
@@ -336,11 +336,11 @@ def _sum_errors(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
         s[_ERROR + lane] = _ZERO
     for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, least, error = s[_CANDIDATE + lane], s[_MIN + lane], s[_ERROR + lane]
+            inverse, min_value, error = s[_CANDIDATE + lane], s[_MIN + lane], s[_ERROR + lane]
             scale, minimum = s[_FITTED_SCALE + lane], s[_FITTED_MIN + lane]
             for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
-                code = round_and_clamp(inverse * (value - least), _ZERO, high)
+                code = round_and_clamp(inverse * (value - min_value), _ZERO, high)
                 difference = scale * code + minimum - value
                 error_term = abs(difference) if absolute else difference * difference
                 error += weight * error_term

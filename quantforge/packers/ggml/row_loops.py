@@ -93,25 +93,25 @@ def _extremes(typing, x, first):  # type: ignore[no-untyped-def]  # noqa: ARG001
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
         array = make_array(signature.args[0])(context, build, arguments[0])
         kind = ir.VectorType(ir.FloatType(), 32)
-        whole = build.load(
+        full_vector = build.load(
             build.bitcast(build.gep(array.data, [arguments[1]]), kind.as_pointer()), align=4
         )
         extremes = []
         for order in "<", ">":
-            part = whole
-            while (count := part.type.count // 2) > 0:
+            half_vector = full_vector
+            while (count := half_vector.type.count // 2) > 0:
                 low, high = (
                     build.shuffle_vector(
-                        part,
-                        ir.Constant(part.type, ir.Undefined),
+                        half_vector,
+                        ir.Constant(half_vector.type, ir.Undefined),
                         ir.Constant(
                             ir.VectorType(ir.IntType(32), count), [*range(start, start + count)]
                         ),
                     )
                     for start in (0, count)
                 )
-                part = build.select(build.fcmp_ordered(order, high, low), high, low)
-            extremes.append(build.extract_element(part, ir.Constant(ir.IntType(32), 0)))
+                half_vector = build.select(build.fcmp_ordered(order, high, low), high, low)
+            extremes.append(build.extract_element(half_vector, ir.Constant(ir.IntType(32), 0)))
         return context.make_tuple(build, signature.return_type, extremes)
 
     return numba.types.UniTuple(numba.float32, 2)(x, first), generate

@@ -140,7 +140,7 @@ def search_magnitudes(  # type: ignore[no-untyped-def]
         units: output, float32 ``[blocks]``.
     """
     size, width = layout[0], len(layout[1])
-    parts, tries = size // width, search_options[1]
+    num_points, tries = size // width, search_options[1]
     step, min_max, unit_factor = search_numbers
     count = (2 * tries + 8) // 8 * 8
     # How many steps the largest value is tried to be.
@@ -150,21 +150,21 @@ def search_magnitudes(  # type: ignore[no-untyped-def]
             numpy.float32(2 * layout[2] - 1) + numpy.float32(min(t - tries, tries)) * step
         )
     values, roots, weighted_x = numpy.empty((3, size), numpy.float32)
-    candidate_on_grid, on_grid = numpy.empty((2, parts), numpy.bool_)
+    candidate_on_grid, on_grid = numpy.empty((2, num_points), numpy.bool_)
     scale_arrays = (
         numpy.empty(count, numpy.float32),
         numpy.empty(count, numpy.float32),
-        numpy.zeros(parts * KEY_STRIDE + 8, numpy.float32),
+        numpy.zeros(num_points * KEY_STRIDE + 8, numpy.float32),
         numpy.empty(size, numpy.float32),
         numpy.empty(128, numpy.float32),
     )
     runs = (
-        numpy.empty(parts, numpy.int64),
-        numpy.empty((parts, count), numpy.int64),
-        numpy.empty((parts, count), numpy.bool_),
+        numpy.empty(num_points, numpy.int64),
+        numpy.empty((num_points, count), numpy.int64),
+        numpy.empty((num_points, count), numpy.bool_),
     )
     sums = numpy.empty((count + 1, 2), numpy.float64)
-    candidate_points = numpy.empty(parts, numpy.int32)
+    candidate_points = numpy.empty(num_points, numpy.int32)
     scale_scratch = (
         roots,
         weighted_x,
@@ -211,12 +211,12 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
     scratch,
 ):
     min_max, unit_factor = group_limits
-    size, parts = layout[0], layout[0] // len(layout[1])
+    size, points_per_group = layout[0], layout[0] // len(layout[1])
     for block in range(len(x)):
         max_scale = _ZERO
         for group in range(256 // size):
             columns = slice(group * size, group * size + size)
-            indices = slice(group * parts, group * parts + parts)
+            indices = slice(group * points_per_group, group * points_per_group + points_per_group)
             sign_mask = signs[block, group * size // 8 : (group + 1) * size // 8]
             scales[block, group] = _quantize_group(
                 x[block, columns],
@@ -294,8 +294,8 @@ def _quantize_group(  # type: ignore[no-untyped-def]
         values, ws, layout, count, neighbors, odd_points, scale, points, on_grid, scale_scratch
     )
     any_off_grid = snap_mode == SNAP_ALL
-    for part in range(len(points)):
-        any_off_grid |= not on_grid[part]
+    for point_index in range(len(points)):
+        any_off_grid |= not on_grid[point_index]
     if scale > _ZERO and any_off_grid:
         if snap_mode != SNAP_OFF_GRID:
             fill(on_grid, False)
@@ -401,7 +401,7 @@ def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
 def _best_scale(values, w, layout, count, neighbors, odd_points, scale, points, on_grid, scratch):  # type: ignore[no-untyped-def]
     """Return the best scale, and fill in its points and which of them are on the grid."""
     roots, weighted_x, candidate_on_grid, candidate_points, scale_arrays, runs, sums = scratch
-    parts, abs_sum = len(points), _ZERO
+    num_points, abs_sum = len(points), _ZERO
     for i in range(len(values)):
         abs_sum += abs(weighted_x[i])
     start_bits = _find_runs(
@@ -413,7 +413,7 @@ def _best_scale(values, w, layout, count, neighbors, odd_points, scale, points, 
         start_bits &= start_bits - 1
         if sums[t, 0] * sums[t, 0] < min_quality * sums[t, 1]:
             continue
-        _points_at_scale(runs, parts, t, candidate_points, candidate_on_grid)
+        _points_at_scale(runs, num_points, t, candidate_points, candidate_on_grid)
         product, square = _fit_sums(weighted_x, w, candidate_points, odd_points, layout[1])
         if square > _ZERO and product * product > best * square:
             scale = product / square
@@ -427,11 +427,11 @@ def _best_scale(values, w, layout, count, neighbors, odd_points, scale, points, 
 def _fit_sums(weighted_x, w, points, odd_points, lanes):  # type: ignore[no-untyped-def]
     """Return ``sum w x q`` and ``sum w q^2`` for given points."""
     product, square, width = _ZERO, _ZERO, len(lanes)
-    for part in range(len(points)):
+    for point_index in range(len(points)):
         for i in range(width):
-            q = odd_points[points[part], i]
-            product += weighted_x[part * width + i] * q
-            square += w[part * width + i] * q * q
+            q = odd_points[points[point_index], i]
+            product += weighted_x[point_index * width + i] * q
+            square += w[point_index * width + i] * q * q
     return product, square
 
 
@@ -454,21 +454,31 @@ def _find_runs(  # type: ignore[no-untyped-def]
     for first in range(0, size, 8):
         doubled = load(roots, first) * load(values, first)
         store(linear_terms, first, doubled + doubled)
-    for part in range(size // width):
-        first, error_bound = part * width, _ZERO
+    for point_index in range(size // width):
+        first, error_bound = point_index * width, _ZERO
         for i in range(first, first + width):
             error_bound += roots[i] * (values[i] * values[i] + max_step * max_step)
-        part_starts[part] = 0
-        bits = _key_changes(keys, part, count)
+        part_starts[point_index] = 0
+        bits = _key_changes(keys, point_index, count)
         while bits:
             start = first_bit(bits)
             bits &= bits - 1
             last = (first_bit(bits) if bits else count) - 1
-            key = int(keys[part * KEY_STRIDE + 8 + start])
+            key = int(keys[point_index * KEY_STRIDE + 8 + start])
             point = point_of_key[key]
             if point >= 0:
                 _add_run(
-                    runs, part, start, last + 1, point, True, sums, weighted_x, w, odd_points, lanes
+                    runs,
+                    point_index,
+                    start,
+                    last + 1,
+                    point,
+                    True,
+                    sums,
+                    weighted_x,
+                    w,
+                    odd_points,
+                    lanes,
                 )
             else:
                 _add_runs_off_grid(
@@ -476,7 +486,7 @@ def _find_runs(  # type: ignore[no-untyped-def]
                     run_length[key],
                     start,
                     last,
-                    part,
+                    point_index,
                     error_bound * DISTANCE_TOLERANCE,
                     values,
                     roots,
@@ -489,7 +499,7 @@ def _find_runs(  # type: ignore[no-untyped-def]
                     weighted_x,
                     w,
                 )
-        start_bits |= part_starts[part]
+        start_bits |= part_starts[point_index]
     return start_bits
 
 
@@ -499,36 +509,46 @@ def _find_keys(values, size, lanes, base, inverses, count, keys):  # type: ignor
     one, half, magic, zero = broadcast(_ONE), broadcast(_HALF), broadcast(_MAGIC), broadcast(_ZERO)
     width = len(lanes)
     top_digit = broadcast(numpy.float32(base - 1))
-    for part in range(size // width):
+    for point_index in range(size // width):
         for first in range(0, count, 8):
             inverse, key, power = load(inverses, first), zero, one
-            for i in range(part * width, part * width + width):
+            for i in range(point_index * width, point_index * width + width):
                 digit = half * (inverse * broadcast(values[i]) - one)
                 digit = vector_min(vector_max((digit + magic) - magic, zero), top_digit)
                 key += power * digit
                 power = power * broadcast(numpy.float32(base))
-            store(keys, part * KEY_STRIDE + 8 + first, key)
+            store(keys, point_index * KEY_STRIDE + 8 + first, key)
 
 
 @inlined_jit
-def _key_changes(keys, part, count):  # type: ignore[no-untyped-def]
+def _key_changes(keys, point_index, count):  # type: ignore[no-untyped-def]
     """Return a bit mask of the scales whose key differs from that of the scale before; the first scale is included."""
     bits = numpy.int64(1)
     for first in range(0, count, 8):
-        index = part * KEY_STRIDE + 8 + first
+        index = point_index * KEY_STRIDE + 8 + first
         bits |= differ_mask(load(keys, index), load(keys, index - 1)) << first
     return (bits | 1) & ((numpy.int64(1) << count) - 1)
 
 
 @inlined_jit
 def _add_run(  # type: ignore[no-untyped-def]
-    runs, part, first_scale, end_scale, point, on_grid, sums, weighted_x, w, odd_points, lanes
+    runs,
+    point_index,
+    first_scale,
+    end_scale,
+    point,
+    on_grid,
+    sums,
+    weighted_x,
+    w,
+    odd_points,
+    lanes,
 ):
     """Record a run of scales with one point; add its sums where it starts and subtract them where it ends."""
     part_starts, points, run_on_grid = runs
-    first, product, square = part * len(lanes), _ZERO, _ZERO
-    part_starts[part] |= numpy.int64(1) << first_scale
-    points[part, first_scale], run_on_grid[part, first_scale] = point, on_grid
+    first, product, square = point_index * len(lanes), _ZERO, _ZERO
+    part_starts[point_index] |= numpy.int64(1) << first_scale
+    points[point_index, first_scale], run_on_grid[point_index, first_scale] = point, on_grid
     if len(lanes) == 8:
         value = load(odd_points, 8 * point)
         product = lane_sum(load(weighted_x, first) * value)
@@ -550,7 +570,7 @@ def _add_runs_off_grid(  # type: ignore[no-untyped-def]
     length,
     first_scale,
     last_scale,
-    part,
+    part_index,
     margin,
     values,
     roots,
@@ -567,7 +587,7 @@ def _add_runs_off_grid(  # type: ignore[no-untyped-def]
     neighbor_digits, point_index = neighbors[3], neighbors[4]
     _, scales, _, linear_terms, terms = scratch
     lanes = layout[1]
-    first, digits_start = part * len(lanes), run_start * len(lanes)
+    first, digits_start = part_index * len(lanes), run_start * len(lanes)
     is_measured = length <= 64 and MIN_MARGIN < margin < MAX_MARGIN
     is_measured &= scales[-1] > MIN_SCALE and scales[0] < _ONE / MIN_SCALE
     if is_measured:
@@ -598,7 +618,7 @@ def _add_runs_off_grid(  # type: ignore[no-untyped-def]
                 end_scale = (first_scale + end_scale) >> 1
         _add_run(
             runs,
-            part,
+            part_index,
             first_scale,
             end_scale + 1,
             point_index[run_start + nearest],
@@ -633,13 +653,16 @@ def _min_quality(sums, start_bits, abs_sum):  # type: ignore[no-untyped-def]
 
 
 @inlined_jit
-def _points_at_scale(runs, parts, t, points, on_grid):  # type: ignore[no-untyped-def]
+def _points_at_scale(runs, num_points, t, points, on_grid):  # type: ignore[no-untyped-def]
     """Fill in the points of all parts for scale ``t``, and which of them are on the grid."""
     part_starts, run_points, run_on_grid = runs
     earlier_bits = (numpy.int64(2) << t) - 1
-    for part in range(parts):
-        start = last_bit(part_starts[part] & earlier_bits)
-        points[part], on_grid[part] = run_points[part, start], run_on_grid[part, start]
+    for point_index in range(num_points):
+        start = last_bit(part_starts[point_index] & earlier_bits)
+        points[point_index], on_grid[point_index] = (
+            run_points[point_index, start],
+            run_on_grid[point_index, start],
+        )
 
 
 # The nearest of a few points: 8 are measured side by side; of equally near points the first

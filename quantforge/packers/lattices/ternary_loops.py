@@ -140,12 +140,12 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
     scales,
     scratch,
 ):
-    groups, parts, terms = 256 // size, size // 8, scratch[4]
+    groups, points_per_group, terms = 256 // size, size // 8, scratch[4]
     for block in range(len(x)):
         max_scale = _ZERO
         for group in range(groups):
             columns = slice(group * size, (group + 1) * size)
-            indices = slice(group * parts, (group + 1) * parts)
+            indices = slice(group * points_per_group, (group + 1) * points_per_group)
             scales[group] = _quantize_group(
                 x[block, columns],
                 w[block, columns],
@@ -201,8 +201,8 @@ def _quantize_group(  # type: ignore[no-untyped-def]
         digits[order[j]] = digit if scale >= _ZERO else 2 - digit
     if scale < _ZERO:
         scale = -scale
-        for part in range(len(lowered)):
-            lowered[part] = not lowered[part]
+        for vector in range(len(lowered)):
+            lowered[vector] = not lowered[vector]
     return (
         scale
         if skip_refit
@@ -229,28 +229,28 @@ def _snap_to_points(x, w, scale, digits, lowered, neighbors, points, point_indic
     neighbor_digits = neighbors[3]
     point_index = neighbors[4]
     any_off_grid = False
-    for part in range(len(x) // 8):
+    for vector in range(len(x) // 8):
         key, power = 0, 1
         for i in range(8):
-            key += power * digits[8 * part + i]
+            key += power * digits[8 * vector + i]
             power *= 3
-        point_indices[part] = point_of_key[key]
-        if point_indices[part] < 0:
+        point_indices[vector] = point_of_key[key]
+        if point_indices[vector] < 0:
             any_off_grid = True
-            shift = -_EIGHTH if lowered[part] else _EIGHTH
+            shift = -_EIGHTH if lowered[vector] else _EIGHTH
             points_start, num_points = run_start[key], run_length[key]
             nearest = _nearest_point(
-                neighbor_digits, points_start * 8, num_points, scale, shift, x, w, 8 * part, terms
+                neighbor_digits, points_start * 8, num_points, scale, shift, x, w, 8 * vector, terms
             )
-            point_indices[part] = point_index[points_start + nearest]
+            point_indices[vector] = point_index[points_start + nearest]
     if not any_off_grid:
         return scale
     product, square = _ZERO, _ZERO
-    for part in range(len(x) // 8):
-        value = load(points, 8 * point_indices[part]) + broadcast(
-            -_EIGHTH if lowered[part] else _EIGHTH
+    for vector in range(len(x) // 8):
+        value = load(points, 8 * point_indices[vector]) + broadcast(
+            -_EIGHTH if lowered[vector] else _EIGHTH
         )
-        product, square = _add_products(x, w, 8 * part, value, terms, product, square)
+        product, square = _add_products(x, w, 8 * vector, value, terms, product, square)
     return product / square if product > _ZERO and square > _ZERO else scale
 
 
@@ -258,11 +258,11 @@ def _snap_to_points(x, w, scale, digits, lowered, neighbors, points, point_indic
 def _fit_unit(x, w, codes, lowered, levels, unit, points, terms):  # type: ignore[no-untyped-def]
     """Return the unit that best fits a block with chosen points and levels."""
     product, square = _ZERO, _ZERO
-    for part in range(32):
-        odd_level = broadcast(numpy.float32(2 * numpy.int32(levels[part // 2]) + 1))
-        shift = broadcast(-_EIGHTH if lowered[part] else _EIGHTH)
-        value = (load(points, 8 * codes[part]) + shift) * odd_level
-        product, square = _add_products(x, w, 8 * part, value, terms, product, square)
+    for vector in range(32):
+        odd_level = broadcast(numpy.float32(2 * numpy.int32(levels[vector // 2]) + 1))
+        shift = broadcast(-_EIGHTH if lowered[vector] else _EIGHTH)
+        value = (load(points, 8 * codes[vector]) + shift) * odd_level
+        product, square = _add_products(x, w, 8 * vector, value, terms, product, square)
     return product / square if square > _ZERO else unit
 
 

@@ -166,8 +166,8 @@ def vector_target_offsets(terms: Tensor, root: Tensor, width: int) -> Tensor:
 
 
 def _to_numpy(grid: ColumnGrid) -> tuple[Any, ...]:
-    known = None if grid.table is None else tuple(part.numpy() for part in grid.table)
-    parameters = (part.numpy() for part in (grid.scales, grid.zeros, grid.offsets))
+    known = None if grid.table is None else tuple(tensor.numpy() for tensor in grid.table)
+    parameters = (tensor.numpy() for tensor in (grid.scales, grid.zeros, grid.offsets))
     return (*parameters, *(numpy.float32(limit) for limit in grid.limits), known)
 
 
@@ -213,7 +213,7 @@ def round_points(
 ) -> None:
     """Round a chunk of columns in numpy; see `round_chunk`."""
     points = _ChunkPoints(*grid)
-    target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
+    target, value, moved = (numpy.empty_like(like) for like in (error[0], error[0], error))
     for j, column_error in enumerate(error):
         pivot, later_columns = triangle[j, j], slice(j + 1, None)
         numpy.multiply(compensation[j], _ONE / pivot, out=target)
@@ -239,7 +239,7 @@ def improve_points(
 ) -> None:
     """Update the codes of a chunk of columns in numpy; see `improve_chunk`."""
     points = _ChunkPoints(*grid)
-    target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
+    target, value, moved = (numpy.empty_like(like) for like in (error[0], error[0], error))
     for j, (column_gradient, original, column_error) in enumerate(
         zip(gradient, weight, error, strict=True)
     ):

@@ -90,11 +90,11 @@ def round_matrices(
         scheme = open_scheme.with_scale(ScaleType.F16)  # the plan has resolved all types of scales
         matrices = {name: to_finite_float32(name, weights[name]) for name in members}
         # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
-        parts = _row_parts(
+        row_parts = _row_parts(
             [*matrices.values()], None if scheme.rows_share_parameters else ROWS_PER_PART
         )
         round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
-        solution = _concatenate(run_parallel(round_part, [*parts], workers))
+        solution = _concatenate(run_parallel(round_part, [*row_parts], workers))
         fall_back_to_rtn(matrices, solution, factor, scheme, importance, rounding.scales, workers)
         rounded |= _split_by_matrix(matrices, solution, factor, scheme)
     return _with_events({name: rounded[name] for name in weights}, events)
@@ -204,7 +204,7 @@ def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, solution: So
     """Round rows to nearest with the same parameters if that has the smaller error (step 3)."""
     packer = get_packer(scheme)
     nearest = packer.encode(weight, solution.parameters, scheme)
-    whole = (
+    decoded_nearest = (
         packer.decode(nearest, solution.parameters, scheme)
         if scheme.rows_share_parameters
         else None
@@ -214,8 +214,8 @@ def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, solution: So
         strip_parameters = slice_parameters(solution.parameters, strip)
         values = (
             packer.decode(nearest[strip], strip_parameters, scheme)
-            if whole is None
-            else whole[strip]
+            if decoded_nearest is None
+            else decoded_nearest[strip]
         )
         rows, errors = factor.rows_below(weight[strip] - values, solution.errors[strip])
         solution.codes[strip][rows], solution.errors[strip][rows] = nearest[strip][rows], errors
@@ -279,12 +279,15 @@ def _row_parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Te
     yield pending
 
 
-def _concatenate(parts: Sequence[Solution]) -> Solution:
+def _concatenate(solutions: Sequence[Solution]) -> Solution:
     return Solution(
-        {key: torch.cat([part.parameters[key] for part in parts]) for key in parts[0].parameters},
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.errors for part in parts]),
-        torch.cat([part.nearest for part in parts]),
+        {
+            key: torch.cat([solution.parameters[key] for solution in solutions])
+            for key in solutions[0].parameters
+        },
+        torch.cat([solution.codes for solution in solutions]),
+        torch.cat([solution.errors for solution in solutions]),
+        torch.cat([solution.nearest for solution in solutions]),
     )
 
 

@@ -63,8 +63,8 @@ def fall_back_to_rtn(
         )
         return
 
-    def compare(part: tuple[str, slice, int]) -> None:
-        name, rows, offset = part
+    def compare(row_part: tuple[str, slice, int]) -> None:
+        name, rows, offset = row_part
         weight = matrices[name][rows]
         rtn_result = rtn.quantize_matrices({name: weight}, importance, {name: scheme}, scales)[name]
         _replace_if_better(

@@ -54,8 +54,8 @@ def strip_weights(gradients: Tensor, strips: int) -> Tensor:
     """Return the mean square over each strip of output rows: ``[..., out_features]`` to ``[..., strips]``."""
     if not 0 < strips <= gradients.shape[-1]:
         raise ValueError(f"{strips} strips of {gradients.shape[-1]} rows")
-    parts = gradients.square().tensor_split(strips, -1)
-    return torch.stack([part.mean(-1) for part in parts], -1)
+    gradient_strips = gradients.square().tensor_split(strips, -1)
+    return torch.stack([gradient_strip.mean(-1) for gradient_strip in gradient_strips], -1)
 
 
 class RowGradients(NamedTuple):
@@ -209,19 +209,23 @@ class MixtureGradients:
             self._experts.linears_of(number),
             self._experts.load_expert(number),
         )
-        parts = list(
+        token_batches = list(
             zip(
                 torch.split(tokens, TOKENS_PER_RUN),
                 torch.split(weights, TOKENS_PER_RUN),
                 strict=True,
             )
         )
-        passed = run_parallel(partial(self._backward_tokens, number), parts) if len(tokens) else []
-        for (part, _), expert_gradients in zip(parts, passed, strict=False):
-            sums = self._input_gradients.gather(part) + expert_gradients.states
-            self._input_gradients.scatter(part, sums)
-            self._weights[part] += expert_gradients.weights[:, None] * self._tokens.places(
-                number, part
+        passed = (
+            run_parallel(partial(self._backward_tokens, number), token_batches)
+            if len(tokens)
+            else []
+        )
+        for (token_ids, _), expert_gradients in zip(token_batches, passed, strict=False):
+            sums = self._input_gradients.gather(token_ids) + expert_gradients.states
+            self._input_gradients.scatter(token_ids, sums)
+            self._weights[token_ids] += expert_gradients.weights[:, None] * self._tokens.places(
+                number, token_ids
             )
         for linear, stack_slice in stack_slices.items():
             name = stack_slice.stack.parameter
@@ -244,8 +248,8 @@ class MixtureGradients:
                 self._check(products, f"{prefix}{linear}", tokens)
             visit(OutputGradients(f"{prefix}{linear}", 0, inputs, products, tokens))
 
-    def _backward_tokens(self, number: int, part: tuple[Tensor, Tensor]) -> _ExpertGradients:
-        tokens, weights = part
+    def _backward_tokens(self, number: int, token_batch: tuple[Tensor, Tensor]) -> _ExpertGradients:
+        tokens, weights = token_batch
         output_gradients = self._output_gradients.gather(tokens)
         with one_thread(), torch.enable_grad():
             device = self._experts.device(number)

@@ -101,11 +101,11 @@ class TunedLinears:
                 self.matrices[name].update_strip(of_strip)
 
         strips = [strip for strip in self._strips() if all(strip[0] in row for row in rows)]
-        parts: dict[str, list[StripGradients]] = {}
+        strip_gradients: dict[str, list[StripGradients]] = {}
         for (name, _), seen in zip(strips, run_parallel(accumulate, strips), strict=True):
-            parts.setdefault(name, []).append(seen)
+            strip_gradients.setdefault(name, []).append(seen)
         combined: dict[ParameterName, Tensor] = {}
-        for name, some in parts.items():
+        for name, some in strip_gradients.items():
             sums = self.matrices[name].combine_strips(some, share)
             combined |= {(name, key): gradient for key, gradient in sums.items()}
         run_parallel(update_strip, strips)
@@ -174,12 +174,12 @@ class TunedBlock:
             for name, tensor in written.tensors.items()
         }
         rates = (factor_rate(tensor.scheme) for tensor in written.tensors.values())
-        least = min(rates, default=0.0)
+        min_rate = min(rates, default=0.0)
         gains = {
             name: LearnedFactor.resume(
                 decoder_block.parameter(name),
                 written.read_unquantized(name).to(device),
-                least,
+                min_rate,
                 offset,
             )
             for name, offset in norm_offsets(decoder_block).items()

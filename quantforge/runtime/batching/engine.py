@@ -205,49 +205,49 @@ class ServingEngine:
             planned = perf_counter()
             if self._drafter is not None:
                 work = self._drafter.add(work)
-            parts = [part for part in work if part.chooses]
+            choosing = [item for item in work if item.chooses]
             logits = self._logits(work)
-            verified = [] if logits is None else _choose_tokens(logits, parts)
+            verified = [] if logits is None else _choose_tokens(logits, choosing)
             model_seconds = perf_counter() - planned
-            self._record_chosen(parts, verified)
+            self._record_chosen(choosing, verified)
             ended = perf_counter()
             if self._drafter is not None:
                 self._drafter.record_time(ended - started, verified)
             counters = self._counters
             counters.steps += 1
-            counters.computed_tokens += sum(len(part.ids) for part in work)
+            counters.computed_tokens += sum(len(item.ids) for item in work)
             counters.step_seconds += ended - started
             counters.scheduling_seconds += ended - started - model_seconds
         events, self._pending_events = self._pending_events, []
         return events
 
-    def _record_chosen(self, parts: Sequence[Work], verified: Sequence[VerifiedDraft]) -> None:
+    def _record_chosen(self, choosing: Sequence[Work], verified: Sequence[VerifiedDraft]) -> None:
         """Keep the cache entries of accepted drafted tokens, free the others, and record all chosen tokens."""
-        for part, result in zip(parts, verified, strict=True):
-            if part.tree.tokens:
-                tokens = part.first + part.tokens
+        for item, result in zip(choosing, verified, strict=True):
+            if item.tree.tokens:
+                tokens = item.first + item.tokens
                 self.cache.keep_tree_path(
-                    part.row, tokens - 1, [0, *(node + 1 for node in result.path)]
+                    item.row, tokens - 1, [0, *(node + 1 for node in result.path)]
                 )
                 self.cache.truncate_sequence(
-                    part.row, tokens + len(result.path)
+                    item.row, tokens + len(result.path)
                 )  # frees pages of the others
             for chosen in result.chosen:
-                self._accept(part.entry, chosen)
+                self._accept(item.entry, chosen)
 
     def _logits(self, work: list[Work]) -> Tensor | None:
         """Compute the scheduled tokens; return the logits for `verify`, or None if no request needs a new token."""
         ids: list[int] = []
         rows: list[int] = []
-        for part in work:
-            ids += part.ids
-            if part.chooses:
-                rows += range(len(ids) - 1 - len(part.tree.tokens), len(ids))
+        for item in work:
+            ids += item.ids
+            if item.chooses:
+                rows += range(len(ids) - 1 - len(item.tree.tokens), len(ids))
         plain = len(rows) == len(work) == len(ids)  # each part decodes one token
         if self._decoding_steps is not None and plain:
-            return self._decoding_steps(ids, [part.row for part in work])
+            return self._decoding_steps(ids, [item.row for item in work])
         device = self._decoder.device
-        spans = [part.span for part in work]
+        spans = [item.span for item in work]
         hidden = self._decoder.hidden_of_spans(torch.tensor(ids, device=device), spans, self.cache)
         self._record_prompt_logprobs(work, hidden)
         return self._decoder.logits(hidden[torch.tensor(rows, device=device)]) if rows else None
@@ -255,11 +255,11 @@ class ServingEngine:
     def _record_prompt_logprobs(self, work: list[Work], hidden: Tensor) -> None:
         """Record the requested log-probabilities of prompt tokens."""
         row = 0
-        for part in work:
-            if part.scores:
-                entry, first = part.entry, part.first + 1
-                ids = entry.request.ids[first : first + part.tokens]
-                logits = self._decoder.logits(hidden[row : row + part.tokens])
+        for item in work:
+            if item.scores:
+                entry, first = item.entry, item.first + 1
+                ids = entry.request.ids[first : first + item.tokens]
+                logits = self._decoder.logits(hidden[row : row + item.tokens])
                 counts = [entry.request.prompt_logprobs or 0] * len(ids)
                 tokens = with_log_probabilities(logits[: len(ids)], ids, counts)
                 tokens = tokens[entry.scored - first :]  # not again after a preemption
@@ -267,7 +267,7 @@ class ServingEngine:
                     PromptScored(entry.request.id, entry.scored, tuple(tokens))
                 )
                 entry.scored += len(tokens)
-            row += part.tokens
+            row += item.tokens
 
     def _accept(self, entry: RequestState, chosen: ChosenToken | InputError) -> None:
         request = entry.request
@@ -295,13 +295,13 @@ class ServingEngine:
         self._scheduler.finish(entry)
 
 
-def _choose_tokens(logits: Tensor, parts: Sequence[Work]) -> list[VerifiedDraft]:
+def _choose_tokens(logits: Tensor, choosing: Sequence[Work]) -> list[VerifiedDraft]:
     """Choose the next tokens of all scheduled requests."""
-    entries = [part.entry for part in parts]
+    entries = [item.entry for item in choosing]
     return verify(
         logits,
         [entry.sampler for entry in entries],
-        [part.tree for part in parts],
+        [item.tree for item in choosing],
         [entry.request.stop for entry in entries],
     )
 
@@ -338,11 +338,11 @@ class StepDrafter:
     def add(self, work: Sequence[Work]) -> list[Work]:
         """Add drafted tokens to the work of a step, and reserve cache pages for them."""
         self._pace = None
-        if not all(part.chooses and part.tokens == 1 for part in work):
+        if not all(item.chooses and item.tokens == 1 for item in work):
             return list(work)
         self._pace = self._speculative.pace(len(work))
         max_drafted = min(self._pace.next_length(), self._budget // len(work) - 1)
-        return [self._with_draft(part, max_drafted) for part in work]
+        return [self._with_draft(item, max_drafted) for item in work]
 
     def record_time(self, seconds: float, verified: Sequence[VerifiedDraft]) -> None:
         """Record the time of a step, drafting included, and how many drafted tokens were accepted."""
@@ -360,22 +360,22 @@ class StepDrafter:
         """Remove the drafter of a finished request."""
         self._drafters.pop(entry.request.id, None)
 
-    def _with_draft(self, part: Work, max_drafted: int) -> Work:
-        request, cache = part.entry.request, self._cache
-        depth = min(max_drafted, request.new_tokens - len(part.entry.new) - 1)
+    def _with_draft(self, item: Work, max_drafted: int) -> Work:
+        request, cache = item.entry.request, self._cache
+        depth = min(max_drafted, request.new_tokens - len(item.entry.new) - 1)
         if depth < 1:
-            return part
+            return item
         if request.id not in self._drafters:
             max_tokens = len(request.ids) + request.new_tokens
             self._drafters[request.id] = self._speculative.drafter(max_tokens)
         try:
-            tree = self._drafters[request.id].draft(part.entry.tokens, depth, part.entry.sampler)
+            tree = self._drafters[request.id].draft(item.entry.tokens, depth, item.entry.sampler)
         except InputError:  # a draft's logits are not finite: the model's own may be
-            return part
-        tokens = part.first + 1 + len(tree.tokens)
+            return item
+        tokens = item.first + 1 + len(tree.tokens)
         max_step_tokens = cache.layout.max_step_tokens if cache.layout.rings else tokens
         fits = tokens <= cache.max_tokens and len(tree.tokens) < max_step_tokens
-        if not fits or cache.pages_needed(part.row, tokens) > cache.free_pages:
-            return part
-        cache.reserve(part.row, tokens)
-        return replace(part, tree=tree)
+        if not fits or cache.pages_needed(item.row, tokens) > cache.free_pages:
+            return item
+        cache.reserve(item.row, tokens)
+        return replace(item, tree=tree)

@@ -124,8 +124,8 @@ def speculative_decoder(
             f"--draft-tree {options.tree}: {len(shape)} places, and {draft.path} has {len(heads)} heads",
             "each place needs a head: leave the last ones out",
         )
-    most = min(len(shape), len(heads))
-    return SpeculativeDecoder(decoder, lambda _: MedusaDrafter(heads, shape), most)
+    max_length = min(len(shape), len(heads))
+    return SpeculativeDecoder(decoder, lambda _: MedusaDrafter(heads, shape), max_length)
 
 
 def _with_draft_model(
@@ -233,7 +233,7 @@ class SpeculativeCompletion:
         )
         if self._drafter.taps is not None:
             rows = [*range(new_tokens), *(new_tokens + node for node in verified.path)]
-            hidden, *features = (part[rows] for part in states)
+            hidden, *features = (tensor[rows] for tensor in states)
             following = tuple(self._history[start + 1 :])
             self._drafter.observe(PassOutputs(tree, logits, hidden, tuple(features), following))
         return verified, cast("list[ChosenToken]", verified.chosen)
@@ -254,13 +254,13 @@ class SpeculativeCompletion:
 
     def _states(self, tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
         """Compute the final hidden states ``[tokens, hidden]`` and the block inputs that the drafter reads."""
-        parts = []
+        step_states = []
         for ids in torch.split(tokens, PREFILL_CHUNK_TOKENS):
             taps: dict[int, Tensor | None] = dict.fromkeys(self._drafter.taps or ())
             span = Span(0, len(ids), None if mask is None else mask.to(ids.device))
             hidden = self._decoder.hidden_of_spans(ids, [span], self._cache, taps)
-            parts.append([hidden, *(part for part in taps.values() if part is not None)])
-        return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+            step_states.append([hidden, *(tap for tap in taps.values() if tap is not None)])
+        return [torch.cat(rows) for rows in zip(*step_states, strict=True)]
 
 
 class DraftLengthController:
@@ -271,8 +271,8 @@ class DraftLengthController:
         fixed: always draft ``most`` tokens.
     """
 
-    def __init__(self, most: int, *, fixed: bool = False) -> None:
-        self._max_length, self._fixed = most, fixed
+    def __init__(self, max_length: int, *, fixed: bool = False) -> None:
+        self._max_length, self._fixed = max_length, fixed
         self._accepted_weight, self._judged_weight = PRIOR_ACCEPTANCE * PRIOR_TOKENS, PRIOR_TOKENS
         self._seconds: dict[
             int, deque[float]

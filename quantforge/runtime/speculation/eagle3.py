@@ -110,8 +110,8 @@ class Eagle3Layer:
 
     def features(self, computed: PassOutputs) -> Tensor:
         """Return the features ``[tokens, hidden]`` of text tokens from the outputs of the model."""
-        parts = [computed.features[self.taps.index(block)] for block in self._blocks]
-        return self.linears["fc"](torch.cat(parts, -1))
+        block_features = [computed.features[self.taps.index(block)] for block in self._blocks]
+        return self.linears["fc"](torch.cat(block_features, -1))
 
     def compute(self, ids: Tensor, features: Tensor, span: Span, cache: PagedCache) -> Tensor:
         """Run the layer on tokens ``[tokens]`` and the features ``[tokens, hidden]`` before each; return y."""
