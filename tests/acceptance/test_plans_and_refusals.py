@@ -29,6 +29,7 @@ from tests.acceptance.support import (
     document,
     tensors,
 )
+from tests.thorough import further
 
 # ---- plan
 
@@ -36,10 +37,11 @@ from tests.acceptance.support import (
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("llama", RTN), ("mixture", RTN), ("hybrid", GPTQ), ("tower", RTN), ("gpt2", RTN),
-        ("llama", "--method rtn --format mlx --bits 4 --calibration none"),
+        ("mixture", RTN), ("hybrid", GPTQ), ("tower", RTN),
         ("llama", "--method rtn --scheme nf4 --calibration none"),
         ("llama", "--method rtn --type Q4_0 --calibration none"),
+        further("llama", RTN), further("gpt2", RTN),
+        further("llama", "--method rtn --format mlx --bits 4 --calibration none"),
     ],
 )  # fmt: skip
 def test_a_plan_is_what_comes_out(name: str, words: str, model: Model, make: Make) -> None:
@@ -176,6 +178,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.thorough  # as `tests/cli/test_cli.py` shows of more commands
 def test_help_and_plan_do_without_torch(model: Model) -> None:
     script = (
         "import sys, quantforge\n"
@@ -279,7 +282,12 @@ def test_progress_may_stop_a_verb(model: Model, tmp_path: Path) -> None:
     settings = quantforge.Settings(progress=stop)
     with pytest.raises(EnoughError):
         quantforge.quantize(
-            model("llama"), method="rtn", bits=4, out=tmp_path / "out", settings=settings
+            model("llama"),
+            method="rtn",
+            bits=4,
+            calibration="none",
+            out=tmp_path / "out",
+            settings=settings,
         )
     assert not (tmp_path / "out").exists()
 
@@ -338,10 +346,10 @@ def test_what_a_result_needs_under_a_load(model: Model) -> None:
 
 def test_several_results_from_python(model: Model, tmp_path: Path) -> None:
     swept = quantforge.sweep(
-        model("llama"), {"bits": [3, 4]}, tmp_path / "swept", method="rtn", calibration="none",
+        model("llama"), {"bits": [4]}, tmp_path / "swept", method="rtn", calibration="none",
         measured={"windows": 2, "length": 32},
     )  # fmt: skip
-    assert {*swept.results} == {"bits3", "bits4"}
+    assert {*swept.results} == {"bits4"}
     spec = tmp_path / "release.toml"
     spec.write_text(
         f'model = "{model("llama")}"\n[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'

@@ -24,6 +24,7 @@ from tests.acceptance.support import (
     relative_error,
     tensors,
 )
+from tests.thorough import further, usual
 
 METHODS = {
     "rtn": RTN,
@@ -37,7 +38,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", usual(METHODS, "awq+gptq", "smooth+gptq", "rotate+rtn", "guided"))
 def test_a_method_makes_a_sound_result(name: str, model: Model, make: Make) -> None:
     made = make("quantize", "llama", METHODS[name])
     assert made.document["method"] == METHODS[name].split()[1]
@@ -55,7 +56,7 @@ def test_methods_with_data_lose_less_than_plain_rounding(model: Model, make: Mak
 
 
 def test_tuning_learns_scales_and_norms(model: Model, make: Make) -> None:
-    words = "--method gptq --bits 3 --samples 32 --length 128"
+    words = "--method gptq --bits 3 --samples 16 --length 64"
     plain, tuned = (make("quantize", "llama", words, f"--tune {epochs}").path for epochs in (0, 1))
     before, after = tensors(plain), tensors(tuned)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
@@ -98,8 +99,8 @@ def test_a_scale_search_is_closer_than_the_largest_value(model: Model, make: Mak
 @pytest.mark.parametrize(
     "words",
     [
-        "--refine 0", "--seed 1", "--samples 6", "--length 48", "--guided-hessians 2",
-        "--scales absmax", "--max-shard-bytes 200000", "--calibration TEXT", "--calibration self",
+        "--refine 0", "--seed 1", "--samples 6", "--length 48", "--scales absmax", "--calibration self",
+        further("--guided-hessians 2"), further("--max-shard-bytes 200000"), further("--calibration TEXT"),
     ],
 )  # fmt: skip
 def test_an_option_changes_the_bytes(
@@ -181,7 +182,7 @@ def test_static_inputs_have_measured_ranges(make: Make) -> None:
     assert (ranges["percentile"] < ranges["absmax"]).any()
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("method", ["magnitude", further("wanda"), "sparsegpt"])
 def test_zeros_of_a_sparse_model(method: str, model: Model, make: Make) -> None:
     words = f"--method {method} --format plain {'' if method == 'magnitude' else ROWS}"
     made = make("quantize", "llama", words, "--sparsity 2:4").path
@@ -224,7 +225,11 @@ def test_without_a_method_what_measured_best_is_taken(model: Model) -> None:
 
 def test_effort_sets_what_is_not_named(model: Model, tmp_path: Path) -> None:
     made = command(
-        "quantize", model("llama"), GPTQ, "--effort high -o", tmp_path / "high", "--json"
+        "quantize",
+        model("llama"),
+        "--method gptq --bits 4 --samples 2 --length 16 --effort high -o",
+        tmp_path / "high",
+        "--json",
     )
     assert made.code == 0, made.err
     recipe = manifest(tmp_path / "high")["recipe"]

@@ -30,6 +30,7 @@ from tests.acceptance.support import (
     refusal,
     typed,
 )
+from tests.thorough import further
 
 
 def finished(run: Running) -> list[str]:
@@ -45,11 +46,11 @@ def beside(out: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("numbers", "codes"),
     [
-        ([signal.SIGKILL], {-signal.SIGKILL}),
         ([signal.SIGTERM], {143}),
-        ([signal.SIGINT], {130}),
         ([signal.SIGHUP], {129}),
         ([signal.SIGINT, signal.SIGINT], {130, -signal.SIGINT}),  # the second one ends it at once
+        further([signal.SIGKILL], {-signal.SIGKILL}),
+        further([signal.SIGINT], {130}),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
@@ -122,7 +123,7 @@ def test_processes_share_a_run(model: Model, make: Make, start: Start, tmp_path:
     assert beside(out) == set()
 
 
-@pytest.mark.parametrize("words", [("--threads 2 --activations disk", "-v"), ("-q",)])
+@pytest.mark.parametrize("words", [("--threads 2 --activations disk", "-v"), further(("-q",))])
 def test_how_it_runs_changes_no_byte(
     words: tuple[str, ...], model: Model, make: Make, start: Start, tmp_path: Path
 ) -> None:
@@ -139,17 +140,20 @@ def test_nothing_of_the_machine_is_in_a_result(model: Model, make: Make) -> None
             assert word.encode() not in path.read_bytes(), path.name
 
 
+BITS8 = "--method rtn --bits 8 --calibration none"
+
+
 def test_what_exists_is_kept(model: Model, copied: Copy, make: Make, tmp_path: Path) -> None:
     result = copied(make("quantize", "llama", RTN).path)
     before = digests(result)
-    said = refusal(4, "quantize", model("llama"), "--method rtn --bits 8 -o", result)
+    said = refusal(4, "quantize", model("llama"), BITS8, "-o", result)
     assert "--overwrite" in said
     assert digests(result) == before
     (result / "mine.txt").write_text("mine")
-    said = refusal(4, "quantize", model("llama"), "--method rtn --bits 8 -o", result, "--overwrite")
+    said = refusal(4, "quantize", model("llama"), BITS8, "-o", result, "--overwrite")
     assert "mine.txt" in said
     (result / "mine.txt").unlink()
-    document("quantize", model("llama"), "--method rtn --bits 8 -o", result, "--overwrite")
+    document("quantize", model("llama"), BITS8, "-o", result, "--overwrite")
     assert digests(result) != before
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -165,7 +169,7 @@ def test_a_full_disk_leaves_the_old_result(
     result = copied(make("quantize", "llama", RTN).path)
     before = digests(result)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    words = ("quantize", model("llama"), "--method rtn --bits 8 -o", result, "--overwrite")
+    words = ("quantize", model("llama"), BITS8, "-o", result, "--overwrite")
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -229,6 +233,8 @@ finally:
 """
 
 
+# `tests/faults/test_audit.py` watches a forked run, `tests/property/test_determinism.py` changes the surroundings.
+@pytest.mark.thorough
 def test_a_process_of_its_own_touches_nothing_else_and_writes_the_same_bytes(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
@@ -319,7 +325,8 @@ def test_a_recipe_that_says_nothing_sensible_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm-4bit", "llama.cpp-4bit", "mlx-4bit", "transformers-4bit", "fast-8bit"]
+    "name",
+    ["vllm-4bit", *map(further, ("llama.cpp-4bit", "mlx-4bit", "transformers-4bit", "fast-8bit"))],
 )
 def test_a_built_in_recipe_plans(name: str, model: Model) -> None:
     planned = document("plan", model("demo"), "--recipe", name)

@@ -107,6 +107,7 @@ def test_the_same_command_makes_only_what_is_new(
     assert document("release", spec, "-o", out)["made"] == []
 
 
+@pytest.mark.thorough  # `tests/faults/test_release.py` kills one at four places
 def test_a_release_that_is_killed_goes_on(
     released: tuple[Path, Path, Any], start: Start, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_release_that_is_killed_goes_on(
     assert digests(out) == digests(whole)
 
 
+@pytest.mark.thorough  # as `tests/faults/test_jobs.py` does
 def test_processes_share_a_release(
     released: tuple[Path, Path, Any], start: Start, tmp_path: Path
 ) -> None:
@@ -235,6 +237,7 @@ def test_as_many_bytes_as_a_file_of_others(model: Model, make: Make, tmp_path: P
         "--like",
         like,
         ROWS,
+        "--candidates q3_k,q4_k,q5_k",
         "-o",
         tmp_path / "x.gguf",
     )

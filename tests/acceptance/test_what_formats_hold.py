@@ -20,6 +20,7 @@ from tests.acceptance.support import (
     relative_error,
     tensors,
 )
+from tests.thorough import further, usual
 
 PLAIN = "--method rtn --calibration none"
 # Of a GGUF file the linears in the blocks alone are looked at here.
@@ -35,24 +36,24 @@ STORED = [
     ("compressed-tensors", "int4:g128:sym", 0.15),
     ("compressed-tensors", "int3:g64:sym", 0.30),
     ("compressed-tensors", "int4:g32:asym", 0.12),
-    ("compressed-tensors", "int8:row:sym", 0.02),
+    further("compressed-tensors", "int8:row:sym", 0.02),
     ("compressed-tensors", "W8A8", 0.02),
-    ("compressed-tensors", "FP8_DYNAMIC", 0.04),
+    further("compressed-tensors", "FP8_DYNAMIC", 0.04),
     ("compressed-tensors", "FP8_BLOCK", 0.04),
     ("compressed-tensors", "nvfp4", 0.12),
     ("gptq", "int4:g128:sym", 0.15),
-    ("gptq", "int8:g64:sym", 0.02),
+    further("gptq", "int8:g64:sym", 0.02),
     ("gptq", "int2:g64:asym", 0.50),
     ("gptq_v2", "int4:g64:asym", 0.15),
     ("awq", "int4:g128:asym", 0.15),
-    ("bnb", "nf4:g64:sym", 0.12),
+    further("bnb", "nf4:g64:sym", 0.12),
     ("bnb", "nf4:g64:sym:double", 0.12),
     ("bnb", "int8:row:sym", 0.02),
     ("fp8", "fp8:128x128", 0.04),
     ("mlx", "int4:g64:min", 0.13),
-    ("mlx", "int8:g32:min", 0.02),
+    further("mlx", "int8:g32:min", 0.02),
     ("gguf", "q4_0", 0.13),
-    ("gguf", "q8_0", 0.02),
+    further("gguf", "q8_0", 0.02),
 ]
 
 
@@ -85,19 +86,19 @@ def test_a_file_holds_the_rounded_weights(
         torch.testing.assert_close(stored[name], found[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
-# What moves where: made as, moved into, and what the export says of it.
+# What moves where: made as, moved into, and what the export says of it. Every format is read and written once.
 MOVED = [
     (("compressed-tensors", "int4:g128:sym"), "mlx", "exact"),
-    (("compressed-tensors", "int4:g128:sym"), "gptq", "exact"),
+    further(("compressed-tensors", "int4:g128:sym"), "gptq", "exact"),
     (("compressed-tensors", "int8:row:sym"), "bnb", "exact"),
-    (("gptq", "int8:g64:sym"), "gptq_v2", "exact"),
+    further(("gptq", "int8:g64:sym"), "gptq_v2", "exact"),
     (("gptq", "int8:g64:sym"), "gguf", "exact"),
     (("gptq_v2", "int4:g64:asym"), "awq", "exact"),
     (("awq", "int4:g128:asym"), "gptq_v2", "exact"),
-    (("awq", "int4:g128:asym"), "compressed-tensors", "exact"),
+    further(("awq", "int4:g128:asym"), "compressed-tensors", "exact"),
     (("fp8", "fp8:128x128"), "compressed-tensors", "exact"),
     (("gguf", "q4_0"), "gptq", "exact"),
-    (("gguf", "q8_0"), "compressed-tensors", "exact"),
+    further(("gguf", "q8_0"), "compressed-tensors", "exact"),
 ]
 
 
@@ -230,7 +231,7 @@ TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", usual(TYPES, "BF16", "Q8_0", "Q4_K_M", "Q3_K_M", "IQ4_XS"))
 def test_a_mixture_of_ggml_types(name: str, model: Model, make: Make) -> None:
     made = make("export", "wide", "--type", name).path
     source, found = linears(model("wide")), decode(made)
@@ -263,7 +264,7 @@ def test_types_of_lattices_need_an_importance(model: Model, make: Make, tmp_path
         assert relative_error(weight, source[module]) < 0.6, module
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_0", further("Q5_1"), further("Q8_0")])
 def test_reference_scales_are_the_bytes_of_the_reference(
     name: str, model: Model, make: Make
 ) -> None:

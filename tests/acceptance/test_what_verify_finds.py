@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.acceptance.support import RTN, Copy, Ended, Make, Model, command, config, tensors
+from tests.thorough import further, usual
 
 MANIFEST = "quantforge.manifest.json"
 SCALE = "model.layers.1.mlp.up_proj.weight_scale"
@@ -39,8 +40,9 @@ def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 @pytest.mark.parametrize(
     ("form", "scheme"),
     [
-        ("compressed-tensors", "int4:g32:asym"), ("gptq", "int4:g128:sym"), ("awq", "int4:g128:asym"),
-        ("bnb", "nf4:g64:sym"), ("fp8", "fp8:128x128"), ("mlx", "int4:g64:min"), ("gguf", "q4_0"),
+        ("compressed-tensors", "int4:g32:asym"), ("gptq", "int4:g128:sym"), ("gguf", "q4_0"),
+        further("awq", "int4:g128:asym"), further("bnb", "nf4:g64:sym"), further("fp8", "fp8:128x128"),
+        further("mlx", "int4:g64:min"),
     ],
 )  # fmt: skip
 def test_sound_results_of_every_format(form: str, scheme: str, model: Model, make: Make) -> None:
@@ -88,7 +90,9 @@ DEFECTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize(
+    "defect", usual(DEFECTS, "a scale that is no number", "codes of another tensor")
+)
 def test_a_planted_defect_is_an_error_where_it_lies(
     defect: str, model: Model, result: Path
 ) -> None:
@@ -107,7 +111,8 @@ def test_a_sound_result_needs_no_manifest(model: Model, result: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("rms_norm_eps", 0.1), ("rope_theta", 5.0), ("num_attention_heads", 2)]
+    ("key", "value"),
+    [("rope_theta", 5.0), further("rms_norm_eps", 0.1), further("num_attention_heads", 2)],
 )
 def test_another_configuration_than_the_source_has(
     key: str, value: object, model: Model, result: Path

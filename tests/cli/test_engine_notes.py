@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import pytest
 from quantforge.formats import detect_format
 from tests.conftest import Tiny
 from tests.runs import command, quantize, recipe
+from tests.thorough import further
 
 
-@pytest.fixture
-def made(tiny: Tiny, tmp_path: Path):
+@pytest.fixture(scope="module")
+def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory):
+    @cache
     def make(scheme: str, form: str) -> Path:
-        out = tmp_path / "source"
+        out = tmp_path_factory.mktemp("made") / "source"
         quantize(tiny("llama-wide"), out, recipe(scheme=scheme, format=form, scales="absmax"))
         return out
 
@@ -27,7 +30,7 @@ def made(tiny: Tiny, tmp_path: Path):
     [
         ("int4:g128:sym:f16", "gptq", "vllm", "gptq"),  # as it is
         ("int4:g128:sym:f16", "gptq", "mlx", "mlx"),
-        ("int4:g32:sym", "compressed-tensors", "transformers", "compressed-tensors"),
+        further("int4:g32:sym", "compressed-tensors", "transformers", "compressed-tensors"),
         ("mxfp4", "mlx", "vllm", "compressed-tensors"),
     ],
 )

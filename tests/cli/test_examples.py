@@ -63,7 +63,7 @@ def test_examples_run_as_written(
         lambda source, _, offline: read(source, 2_000, offline=offline),
     )
     drawn = bench._requests
-    monkeypatch.setattr(bench, "_requests", lambda *given: drawn(*given)[:4])
+    monkeypatch.setattr(bench, "_requests", lambda *given: drawn(*given)[:2])
     monkeypatch.setattr(ModelServer, "on_tick", begun)
     monkeypatch.setattr(server, "listen", lambda host, _: listen(host, 0))
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import quantforge
+from quantforge.cli.app import main
 from quantforge.cli.generate import speed_text
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
@@ -355,43 +357,41 @@ def test_bias_penalties_and_beams(capsys) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("--min-p", "1.5"), 2, "--min-p 1.5"),
-        (("--frequency-penalty", "-3"), 2, "--frequency-penalty -3.0"),
-        (("--presence-penalty", "3"), 2, "--presence-penalty 3.0"),
-        (("--repetition-penalty", "-1"), 2, "--repetition-penalty -1.0"),
-        (("--stop", ""), 2, "stop holds ''"),
-        (("-n", "2"), 2, "temperature above 0"),
-        (("-n", "2", "--temperature", "1", "--compare", "x"), 2, "--compare and -n"),
-        (("--logprobs", "2"), 2, "--json"),
-        (("--logprobs", "21", "--json"), 2, "--logprobs 21"),
-        (("--logit-bias", "a=1"), 2, "42=-100"),
-        (("--logit-bias", "1=1", "--logit-bias", "1=2"), 2, "has one already"),
-        (("--logit-bias", "99999=1"), 2, "token 99999"),
-        (("--beams", "0"), 2, "--beams 0"),
-        (("--length-penalty", "1"), 2, "--length-penalty 1.0: without beams"),
-        (("--beams", "2", "--temperature", "1"), 2, "--temperature 1.0: not with beams"),
-        (("--beams", "2", "--early-stopping", "perhaps"), 2, "false, true, never"),
-        (("--repeat-penalty", "1.1"), 2, "--repetition-penalty"),
-        (("--num-beams", "2"), 2, "--beams"),
-        (("--best-of", "2"), 2, "here it is -n"),
-        (("--temperature", "nan"), 2, "--temperature nan"),
-        (("--top-p", "2"), 2, "--top-p 2.0"),
-        (("--max-tokens", "0"), 2, "--max-tokens"),
-        (("--top-k", "-1"), 2, "--top-k -1"),
-        (("--seed", "-1"), 2, "--seed -1"),
-        (("--raw", "--system", "x"), 2, "--system"),
-        (("--compare", "./absent"), 3, "absent"),
-    ],
-)
-def test_values_that_mean_nothing_are_refused(
-    capsys, arguments: tuple[str, ...], code: int, said: str
-) -> None:
-    result = command(capsys, "generate", DEMO, "x", "--max-tokens", "1", *arguments)
-    assert result.code == code
-    assert said in result.err
+MEANINGLESS: list[tuple[tuple[str, ...], int, str]] = [
+    (("--min-p", "1.5"), 2, "--min-p 1.5"),
+    (("--frequency-penalty", "-3"), 2, "--frequency-penalty -3.0"),
+    (("--presence-penalty", "3"), 2, "--presence-penalty 3.0"),
+    (("--repetition-penalty", "-1"), 2, "--repetition-penalty -1.0"),
+    (("--stop", ""), 2, "stop holds ''"),
+    (("-n", "2"), 2, "temperature above 0"),
+    (("-n", "2", "--temperature", "1", "--compare", "x"), 2, "--compare and -n"),
+    (("--logprobs", "2"), 2, "--json"),
+    (("--logprobs", "21", "--json"), 2, "--logprobs 21"),
+    (("--logit-bias", "a=1"), 2, "42=-100"),
+    (("--logit-bias", "1=1", "--logit-bias", "1=2"), 2, "has one already"),
+    (("--logit-bias", "99999=1"), 2, "token 99999"),
+    (("--beams", "0"), 2, "--beams 0"),
+    (("--length-penalty", "1"), 2, "--length-penalty 1.0: without beams"),
+    (("--beams", "2", "--temperature", "1"), 2, "--temperature 1.0: not with beams"),
+    (("--beams", "2", "--early-stopping", "perhaps"), 2, "false, true, never"),
+    (("--repeat-penalty", "1.1"), 2, "--repetition-penalty"),
+    (("--num-beams", "2"), 2, "--beams"),
+    (("--best-of", "2"), 2, "here it is -n"),
+    (("--temperature", "nan"), 2, "--temperature nan"),
+    (("--top-p", "2"), 2, "--top-p 2.0"),
+    (("--max-tokens", "0"), 2, "--max-tokens"),
+    (("--top-k", "-1"), 2, "--top-k -1"),
+    (("--seed", "-1"), 2, "--seed -1"),
+    (("--raw", "--system", "x"), 2, "--system"),
+    (("--compare", "./absent"), 3, "absent"),
+]
+
+
+def test_values_that_mean_nothing_are_refused(capsys) -> None:
+    for arguments, code, said in MEANINGLESS:
+        result = command(capsys, "generate", DEMO, "x", "--max-tokens", "1", *arguments)
+        assert result.code == code, arguments
+        assert said in result.err, arguments
 
 
 def test_models_and_prompts_that_do_not_fit_are_refused(capsys, tiny: Tiny, tmp_path: Path) -> None:
@@ -414,33 +414,58 @@ def test_models_and_prompts_that_do_not_fit_are_refused(capsys, tiny: Tiny, tmp_
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on a terminal of its own, in a forked process, or in one that has imported nothing yet."""
 
-    def __init__(self, *arguments: object) -> None:
-        self._master, slave = pty.openpty()
-        script = (
-            "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"  # which Ctrl-C needs
-            "from quantforge.cli.app import main; main()"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
-        os.close(slave)
+    def __init__(self, *arguments: object, fresh: bool = False) -> None:
+        self._pid, self._terminal = pty.fork()
+        if not self._pid:
+            self._run([str(argument) for argument in arguments], fresh)
+        self._code: int | None = None
         self.seen = ""
+
+    def _run(self, arguments: list[str], fresh: bool) -> None:
+        """Run the command in the child, which does not return."""
+        code = 70
+        try:
+            os.environ |= {"TERM": "dumb", "COLUMNS": "100"}
+            if fresh:
+                script = "from quantforge.cli.app import main; main()"
+                os.execv(sys.executable, [sys.executable, "-c", script, *arguments])
+            sys.argv = ["quantforge", *arguments]
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - no path
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            torch.set_num_threads(1)
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def ended(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def kill(self) -> None:
+        """End the process if it still runs."""
+        if self.ended() is None:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        os.close(self._terminal)
 
     def wait_for(self, text: str, seconds: float = 120) -> str:
         """Read until a text was shown; return what came up to then and was not returned before."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
-            if select.select([self._master], [], [], 1)[0]:
+            if select.select([self._terminal], [], [], 1)[0]:
                 try:
-                    self.seen += os.read(self._master, 4096).decode(errors="replace")
+                    self.seen += os.read(self._terminal, 4096).decode(errors="replace")
                 except OSError as error:  # the other side is closed
                     raise AssertionError(self.seen) from error
         before, _, self.seen = self.seen.partition(text)
@@ -448,23 +473,16 @@ class Terminal:
 
     def type(self, text: str) -> None:
         """Type something."""
-        os.write(self._master, text.encode())
-
-    def close(self) -> int:
-        """Wait for the end."""
-        code = self.process.wait(60)
-        os.close(self._master)
-        return code
+        os.write(self._terminal, text.encode())
 
 
 @contextmanager
-def terminal(*arguments: object) -> Iterator[Terminal]:
-    one = Terminal(*arguments)
+def terminal(*arguments: object, fresh: bool = False) -> Iterator[Terminal]:
+    one = Terminal(*arguments, fresh=fresh)
     try:
         yield one
     finally:
-        if one.process.poll() is None:
-            one.process.send_signal(signal.SIGKILL)
+        one.kill()
 
 
 def press(chat: Terminal, key: str, shown: str) -> None:
@@ -479,7 +497,7 @@ def press(chat: Terminal, key: str, shown: str) -> None:
             time.sleep(0.2)
             continue
         return
-    raise AssertionError(shown, chat.seen, chat.process.poll())
+    raise AssertionError(shown, chat.seen, chat.ended())
 
 
 def prompt_tokens(chat: Terminal, said: str) -> int:
@@ -501,7 +519,7 @@ def test_programs_that_are_compiled_are_told_of_before_the_text(
         pytest.skip("no program is compiled for this processor")
     told: list[bool] = []
     for _ in range(2):
-        with terminal("generate", DEMO, "--max-tokens", "4") as chat:
+        with terminal("generate", DEMO, "--max-tokens", "4", fresh=True) as chat:
             chat.wait_for("> ")
             chat.type("Explain json.\n")
             chat.wait_for("json.\r\n")  # the echo
@@ -527,10 +545,10 @@ def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
         chat.wait_for("> ")
         press(chat, "\x03", "Ctrl-D ends")
         chat.wait_for("> ")
-        while chat.process.poll() is None:
+        while chat.ended() is None:
             chat.type("\x04")
             time.sleep(0.2)
-        assert chat.close() == 0
+        assert chat.ended() == 0
 
 
 @each_value(

@@ -21,6 +21,7 @@ from quantforge.cli.app import VERBS
 from quantforge.cli.result_summary import upload_hint
 from tests.conftest import Tiny
 from tests.runs import command, leftovers
+from tests.thorough import further
 
 ROOT = Path(__file__).parents[2]
 HEAVY = (
@@ -101,23 +102,23 @@ def test_the_installed_program_completes() -> None:
     assert words_of(told.stdout) == ["quantize"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["plan", "model", "--method", "aw"], ["awq"]),
-        (["plan", "model", "--method", "awq+g"], ["awq+gptq"]),
-        (["plan", "model", "--format", "comp"], ["compressed-tensors"]),
-        (["plan", "model", "--scheme", "nv"], ["nvfp4"]),
-        (["plan", "model", "--scheme", "W4"], ["W4A16", "W4A16_ASYM"]),
-        (["plan", "model", "--recipe", "bal"], ["balanced-4bit"]),
-        (["plan", "model", "--for", "vl"], ["vllm"]),
-        (["plan", "model", "--bits", "x", "--scales", "ref"], ["reference"]),
-        (["quantize", "model", "--allow", "dead"], ["dead-channels="]),
-        (["help", "ver"], ["verify"]),
-    ],
-)  # fmt: skip
-def test_what_is_offered(words: list[str], expected: list[str], offered: Offered) -> None:
-    assert offered(["quantforge", *words], "fish") == expected
+OFFERED = [
+    (["plan", "model", "--method", "aw"], ["awq"]),
+    (["plan", "model", "--method", "awq+g"], ["awq+gptq"]),
+    (["plan", "model", "--format", "comp"], ["compressed-tensors"]),
+    (["plan", "model", "--scheme", "nv"], ["nvfp4"]),
+    (["plan", "model", "--scheme", "W4"], ["W4A16", "W4A16_ASYM"]),
+    (["plan", "model", "--recipe", "bal"], ["balanced-4bit"]),
+    (["plan", "model", "--for", "vl"], ["vllm"]),
+    (["plan", "model", "--bits", "x", "--scales", "ref"], ["reference"]),
+    (["quantize", "model", "--allow", "dead"], ["dead-channels="]),
+    (["help", "ver"], ["verify"]),
+]  # fmt: skip
+
+
+def test_values_of_options_are_completed(offered: Offered) -> None:
+    for words, expected in OFFERED:
+        assert offered(["quantforge", *words], "fish") == expected, words
 
 
 def test_help_and_completion_import_nothing_heavy(place: Path) -> None:
@@ -221,13 +222,11 @@ HINTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), HINTS)
-def test_a_hint_names_what_to_type(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = command(capsys, *arguments)
-    assert result.code == 2
-    assert said in result.err.partition("hint: ")[2], result.err
+def test_a_hint_names_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in HINTS:
+        result = command(capsys, *arguments)
+        assert result.code == 2, arguments
+        assert said in result.err.partition("hint: ")[2], (arguments, result.err)
 
 
 @pytest.mark.parametrize(
@@ -256,15 +255,15 @@ def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"{option} " in everything for option in options), options
 
 
-@pytest.mark.parametrize("verb", ["quantize", "export"])
-@pytest.mark.parametrize("ending", ["", ".gguf"])
+@pytest.mark.parametrize(
+    ("verb", "ending"), [("quantize", ""), ("export", ".gguf"), further("quantize", ".gguf")]
+)
 def test_a_dry_run_refuses_the_places_that_the_run_refuses(tiny, tmp_path, capsys, verb, ending):
     words = (
         verb,
         tiny("llama"),
         *(("--method", "rtn", "--bits", "8") if verb == "quantize" else ("--format", "gguf")),
     )
-    ending = ending if verb == "quantize" else ".gguf"
     (tmp_path / f"foreign{ending}").mkdir()
     (tmp_path / f"foreign{ending}" / "mine").touch()
     (tmp_path / f"file{ending}").touch()

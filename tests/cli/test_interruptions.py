@@ -13,6 +13,7 @@ import pytest
 
 from quantforge.cli.app import RESUMABLE_VERBS, Stopped
 from tests.runs import command
+from tests.thorough import each_value
 
 
 def test_the_page_names_the_verbs_that_an_interruption_does_not_cost():
@@ -38,9 +39,9 @@ runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.api.sweep"])
-@pytest.mark.parametrize(
-    ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
+@each_value(
+    ("module", ["quantforge.cli", "typer", "quantforge.api.sweep"]),
+    ("more, said", [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]),
 )
 def test_an_interruption_while_it_starts_is_one_line(module, more, said):
     words = [sys.executable, "-c", INTERRUPTED_AT, module, *more]

@@ -11,6 +11,7 @@ import torch
 from quantforge.files.reader import open_checkpoint
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
+from tests.thorough import further
 
 EVAL = ("--windows", "2", "--length", "32", "--no-speed")
 
@@ -95,7 +96,7 @@ def test_outlier_columns_are_kept_reported_and_computed_with(
     assert 0 < ours["kl_mean"] < theirs["kl_mean"]
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("fp8", (1,)), ("fp8_head", (2, 1, 1))])
+@pytest.mark.parametrize(("kind", "shape"), [("fp8", (1,)), further("fp8_head", (2, 1, 1))])
 def test_scales_of_the_cache_are_measured_written_and_used(
     kind: str,
     shape: tuple[int, ...],

@@ -88,11 +88,12 @@ def test_zero_is_a_choice_and_nothing_is_none() -> None:
         build_recipe(None, smaples=3)
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
-def test_every_option_is_in_the_documentation(verb: str) -> None:
-    for ways in flags(COMMANDS[verb]):
-        if "--help" not in ways:
-            assert any(re.search(rf"(?<![\w-]){way}(?![\w-])", TEXT) for way in ways), ways
+def test_every_option_is_in_the_documentation() -> None:
+    for verb, shown in COMMANDS.items():
+        for ways in flags(shown):
+            if "--help" not in ways:
+                told = any(re.search(rf"(?<![\w-]){way}(?![\w-])", TEXT) for way in ways)
+                assert told, (verb, ways)
 
 
 def test_every_option_in_the_documentation_exists() -> None:

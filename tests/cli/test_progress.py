@@ -175,10 +175,12 @@ def test_a_part_of_a_run_is_named_for_people_in_words(capsys, monkeypatch):
     assert '"step": "outer"' in said
 
 
-def test_machines_get_json_alone(model, made, capsys):
+def test_machines_get_json_alone(model, made, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     told = command(
-        capsys, "eval", model, made, *EVAL, "--windows", "5000", "--json", "--json-progress"
-    )
+        capsys, "eval", model, made, *EVAL, "--windows", "5000", "--text", text, "--json", "--json-progress"
+    )  # fmt: skip
     lines = [json.loads(line) for line in told.err.splitlines()]
     reports = [line for line in lines if "progress" in line]
     assert all(set(line) == FIELDS for line in reports)

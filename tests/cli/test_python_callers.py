@@ -20,11 +20,15 @@ from quantforge.planning.recipe_options import build_recipe
 from quantforge.recipe import AdapterOptions
 from quantforge.serving.serve_options import ServeOptions
 from tests.conftest import Tiny
+from tests.thorough import further
 
 
 @pytest.mark.parametrize(
     ("scheme", "kind"),
-    [("nvfp4", torch.bfloat16), ("nf4", torch.float64), ("mxfp4", torch.bfloat16), ("int4:g32", torch.float64)],
+    [
+        ("nvfp4", torch.bfloat16), ("nf4", torch.float64),
+        further("mxfp4", torch.bfloat16), further("int4:g32", torch.float64),
+    ],
 )  # fmt: skip
 def test_bytes_do_not_follow_the_callers_defaults(
     tiny: Tiny, tmp_path: Path, scheme: str, kind: torch.dtype
@@ -50,23 +54,22 @@ def test_bytes_do_not_follow_the_callers_defaults(
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"seed": 1.5}, {"seed": True}, {"bits": numpy.int64(4)}, {"bits": True}, {"bits": "4"}, {"method": 5},
-        {"method": ["rtn"]}, {"scheme": b"int4"}, {"lm_head": True}, {"rules": "a=int8"}, {"rules": [5]},
-        {"rules": [("a", "int8")]}, {"ignore": "lm_head"}, {"ignore": [None]}, {"calibration": Path("x")},
-        {"engine": 5}, {"samples": "4"}, {"chat_template": "yes"}, {"tensor_parallel": 2.0}, {"refine": 1.5},
-        {"max_shard_bytes": True}, {"pre_tokenizer": 5}, {"type": 5},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_values_of_another_type_are_refused(tiny: Tiny, options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(quantforge.QuantForgeError) as refused:
-        quantforge.plan(tiny("llama"), **options)
-    assert name.removesuffix("s") in refused.value.message
-    assert refused.value.code == "usage"
+OF_ANOTHER_TYPE: list[dict[str, Any]] = [
+    {"seed": 1.5}, {"seed": True}, {"bits": numpy.int64(4)}, {"bits": True}, {"bits": "4"}, {"method": 5},
+    {"method": ["rtn"]}, {"scheme": b"int4"}, {"lm_head": True}, {"rules": "a=int8"}, {"rules": [5]},
+    {"rules": [("a", "int8")]}, {"ignore": "lm_head"}, {"ignore": [None]}, {"calibration": Path("x")},
+    {"engine": 5}, {"samples": "4"}, {"chat_template": "yes"}, {"tensor_parallel": 2.0}, {"refine": 1.5},
+    {"max_shard_bytes": True}, {"pre_tokenizer": 5}, {"type": 5},
+]  # fmt: skip
+
+
+def test_values_of_another_type_are_refused(tiny: Tiny) -> None:
+    for options in OF_ANOTHER_TYPE:
+        (name,) = options
+        with pytest.raises(quantforge.QuantForgeError) as refused:
+            quantforge.plan(tiny("llama"), **options)
+        assert name.removesuffix("s") in refused.value.message, options
+        assert refused.value.code == "usage", options
 
 
 @pytest.mark.parametrize(
@@ -137,12 +140,13 @@ def test_values_that_no_option_has_are_refused_where_they_are_said(
     assert refused.value.hint
 
 
-@pytest.mark.parametrize(
-    "given", [{"threads": 0}, {"threads": "2"}, {"activations": "gpu"}, {"device": "cuda:x"}]
-)
-def test_settings_that_nobody_could_run_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(quantforge.QuantForgeError, match=next(iter(given))):
-        quantforge.Settings(**given)
+def test_settings_that_nobody_could_run_are_refused() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"threads": 0}, {"threads": "2"}, {"activations": "gpu"}, {"device": "cuda:x"},
+    ]  # fmt: skip
+    for given in wrong:
+        with pytest.raises(quantforge.QuantForgeError, match=next(iter(given))):
+            quantforge.Settings(**given)
 
 
 def test_verify_computes_with_so_many_threads_and_restores_the_number(tiny: Tiny) -> None:
@@ -161,25 +165,25 @@ def test_verify_computes_with_so_many_threads_and_restores_the_number(tiny: Tiny
             quantforge.verify(tiny("llama"), threads=threads)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "cuda:x", "gpu"])
-def test_verbs_name_a_device_that_is_not_there(device: str, tiny: Tiny) -> None:
+def test_verbs_name_a_device_that_is_not_there(tiny: Tiny) -> None:
     model = str(tiny("llama"))
-    for verb in (quantforge.load, quantforge.verify):
-        with pytest.raises(UsageError, match=f"device {device}:"):
-            verb(model, device=device)
+    for device in ("cuda:99", "cuda:x", "gpu"):
+        for verb in (quantforge.load, quantforge.verify):
+            with pytest.raises(UsageError, match=f"device {device}:"):
+                verb(model, device=device)
 
 
 FUNCTIONS = [name for name in quantforge.__all__ if inspect.isfunction(getattr(quantforge, name))]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_option_that_there_is_not_is_refused_with_the_nearest(name: str) -> None:
-    verb = getattr(quantforge, name)
-    taken = [one.name for one in inspect.signature(verb).parameters.values()]
-    last = [one for one in taken if one != "options"][-1]
-    with pytest.raises(UsageError, match=f"no option '{last}s'") as refused:
-        verb("./absent", **{f"{last}s": 4})
-    assert refused.value.hint == f"did you mean '{last}'?"
+def test_an_option_that_there_is_not_is_refused_with_the_nearest() -> None:
+    for name in FUNCTIONS:
+        verb = getattr(quantforge, name)
+        taken = [one.name for one in inspect.signature(verb).parameters.values()]
+        last = [one for one in taken if one != "options"][-1]
+        with pytest.raises(UsageError, match=f"no option '{last}s'") as refused:
+            verb("./absent", **{f"{last}s": 4})
+        assert refused.value.hint == f"did you mean '{last}'?", name
 
 
 OTHERS: dict[str, Any] = {

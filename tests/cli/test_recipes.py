@@ -21,6 +21,11 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 DATA_FREE = "no data"
 # Of those that differ in the engine alone, the first: what is made is the same.
 NAMES = sorted(builtin_recipes())
+# Of each method and each format one runs in the quick suite.
+QUICK = (
+    "autoawq-4bit", "balanced-4bit", "fast-8bit", "llama.cpp-5bit", "mlx-4bit", "sglang-8bit", "transformers-4bit",
+    "vllm-8bit-int",
+)  # fmt: skip
 DIFFERENT = {
     str(replace(load_recipe(name), engine="")): name
     for name in sorted(builtin_recipes(), reverse=True)
@@ -41,7 +46,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama-wide", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("name", usual(NAMES, *NAMES[::3]))
+@pytest.mark.parametrize("name", usual(NAMES, *QUICK))
 def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None:
     plan, told = api.plan(DEMO, name), described_recipes()[name]
     assert plan.substitutions == ()

@@ -10,6 +10,7 @@ import pytest
 
 from quantforge.execution.journal import count_scaled_activations
 from tests.runs import ROWS, command
+from tests.thorough import further
 
 
 def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tmp_path, capsys):
@@ -29,11 +30,15 @@ QUICK = ["--method", "rtn", "--scales", "absmax"]
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--bits", "3"], [*QUICK, "--scheme", "int4:g32:asym"], [*QUICK, "--scheme", "int8:row"],
-        [*QUICK, "--scheme", "int4:tensor"], [*QUICK, "--scheme", "int5:g256"],
-        [*QUICK, "--bits", "4", "--format", "gptq"], ["--bits", "4", "--format", "awq"],
+        ["--bits", "3", "--method", "gptq"], [*QUICK, "--scheme", "int5:g256"],
+        [*QUICK, "--bits", "4", "--format", "gptq"],
         [*QUICK, "--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
-        [*QUICK, "--lm-head", "int8", "--embedding", "int8"], [*QUICK, "--rule", "lm_head=int6"],
+        [*QUICK, "--lm-head", "int8", "--embedding", "int8"],
+        *map(further, (
+            ["--bits", "3"], [*QUICK, "--scheme", "int4:g32:asym"], [*QUICK, "--scheme", "int8:row"],
+            [*QUICK, "--scheme", "int4:tensor"], ["--bits", "4", "--format", "awq"],
+            [*QUICK, "--rule", "lm_head=int6"],
+        )),
     ],
 )  # fmt: skip
 def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):

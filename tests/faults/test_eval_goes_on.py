@@ -26,7 +26,8 @@ from quantforge.evaluation.saved_rows import resume_rows
 from quantforge.evaluation.tasks import Tasks
 from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
-from tests.runs import StopError, command, ended, forked, quantize, recipe
+from tests.runs import StopError, command, copied, ended, forked, quantize, recipe
+from tests.thorough import further
 
 MEASURED = {"windows": 2, "length": 16, "speed": False}
 
@@ -38,11 +39,12 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache/quantforge/evaluations"
 
 
-@pytest.fixture
-def models(model, tmp_path):
-    made = [tmp_path / f"bits{bits}" for bits in (4, 8)]
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory):
+    """Return two results of one model. Do not write into them."""
+    made = [tmp_path_factory.mktemp("models") / f"bits{bits}" for bits in (4, 8)]
     for path in made:
-        quantize(model, path, recipe(bits=int(path.name[4:]), scales="absmax"))
+        quantize(tiny("llama-wide"), path, recipe(bits=int(path.name[4:]), scales="absmax"))
     return made
 
 
@@ -99,15 +101,23 @@ def test_after_a_kill_the_same_command_measures_the_others(
 
 @pytest.mark.parametrize(
     "change",
-    ["model", "source", "windows", "text", "version", "shape", "empty row", "cut"],
+    [
+        "model",
+        "source",
+        "text",
+        "version",
+        "empty row",
+        "cut",
+        further("windows"),
+        further("shape"),
+    ],
 )
 def test_nothing_is_taken_that_may_have_changed(
     model, models, tmp_path, cache, monkeypatch, change
 ):
-    source = tmp_path / "m"
-    source.mkdir()
-    for path in Path(model).iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = copied(model, tmp_path / "m")
+    if change == "model":
+        models = [copied(models[0], tmp_path / "bits4"), models[1]]
     text, options = tmp_path / "text.txt", {}
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     assert interrupted(source, models, text=str(text)) == [
@@ -155,8 +165,7 @@ def test_another_evaluation_that_ends_well_keeps_the_rows_of_an_interrupted_one(
     assert not [*cache.iterdir()]
 
 
-@pytest.mark.parametrize("changed", ["part", "manifest"])
-def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
+def test_every_file_of_a_numbered_one_counts(model, tmp_path):
     quantize(model, tmp_path / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
     first, second, *_ = sorted(tmp_path.glob("x-*.gguf"))
     options, plain = EvaluationOptions("text", "name"), Settings()
@@ -164,12 +173,12 @@ def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     def key(options=options, settings=plain):
         return saved_rows._cache_key([open_model(first)], options, settings)
 
-    before = key()
-    assert key() == before
-    file = second if changed == "part" else tmp_path / "x.gguf.quantforge.json"
-    times = file.stat()
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
-    assert key() != before
+    for file in (second, tmp_path / "x.gguf.quantforge.json"):
+        before = key()
+        assert key() == before
+        times = file.stat()
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+        assert key() != before
     assert key(replace(options, length=8)) != key()
     assert key(settings=Settings(input_bits=8)) != key()
 
@@ -224,6 +233,7 @@ def test_where_the_last_thing_cannot_be_written_figures_are_shown_or_kept(
     model, models, cache, tmp_path, capsys, monkeypatch, module, last, options
 ):
     monkeypatch.chdir(tmp_path)
+    models = [copied(path, tmp_path / path.name) for path in models]  # a card is written into one
     asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module(f"quantforge.{module}"), last, full)

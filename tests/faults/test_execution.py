@@ -25,6 +25,7 @@ from quantforge.formats.open_model import open_model
 from quantforge.progress import Progress
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
+from tests.thorough import each_value, further
 
 
 def errors(source: Path, out: Path) -> dict[str, float]:
@@ -42,12 +43,12 @@ def errors(source: Path, out: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("family", "values"),
     [
-        ("llama-wide", {"method": "gptq", "bits": 8}),
-        ("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
-        ("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
         ("gpt2", {"method": "gptq", "scheme": "int8:row:sym"}),
-        ("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
         ("llama-tied", {"method": "rtn", "scheme": "int8:row:sym", "lm_head": "int8:row:sym", "scales": "absmax"}),
+        further("llama-wide", {"method": "gptq", "bits": 8}),
+        further("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
+        further("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
+        further("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
     ],
 )  # fmt: skip
 def test_every_tensor_is_kept_or_near(
@@ -60,7 +61,7 @@ def test_every_tensor_is_kept_or_near(
     found = errors(tiny(family), out)
     rounded = {tensor.name for tensor in done.plan.quantized()}
     assert len(rounded) >= 8
-    assert ("lm_head.weight" in rounded) == ("head" in values)
+    assert ("lm_head.weight" in rounded) == ("lm_head" in values)
     assert {name: error for name, error in found.items() if not error < 0.02} == {}
     assert {name for name, error in found.items() if error} == rounded
 
@@ -85,10 +86,9 @@ def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
     assert 2**27 < told[0].peak_bytes == told[0].peak_bytes // 1024 * 1024 < 2**37
 
 
-@pytest.mark.parametrize("values", [{"method": "rtn"}, {"method": "smooth"}])
-@pytest.mark.parametrize("scheme", ["int8:row:sym", "W8A8_STATIC"])
+@each_value(("method", ["rtn", "smooth"]), ("scheme", ["int8:row:sym", "W8A8_STATIC"]))
 def test_scales_of_a_cache_are_the_peaks_of_the_model(
-    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], scheme: str
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, method: str, scheme: str
 ) -> None:
     rows: list[Tensor] = []
     read = Job.read_inputs
@@ -100,7 +100,7 @@ def test_scales_of_a_cache_are_the_peaks_of_the_model(
         return inputs
 
     monkeypatch.setattr(Job, "read_inputs", noted)
-    quantize(model, out, recipe(**values, scheme=scheme, kv_cache="fp8"))
+    quantize(model, out, recipe(method, scheme=scheme, kv_cache="fp8"))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     after = decode_checkpoint(open_model(out))
     whole.load_state_dict({name: after.read(name).float() for name in whole.state_dict()})
@@ -181,7 +181,7 @@ def test_the_seconds_of_parts_are_those_of_the_run(tiny: Tiny, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("family", "values"),
-    [("llama", {}), ("mixtral", {}), ("gpt-oss", {"ignore": ("*experts*",)})],
+    [further("llama", {}), ("mixtral", {}), ("gpt-oss", {"ignore": ("*experts*",)})],
 )
 def test_a_head_is_rounded_for_what_it_reads(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]

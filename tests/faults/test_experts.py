@@ -152,7 +152,7 @@ def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
     assert few_token_events("mlp", {0: 5, 1: 6}, 5) == []
 
 
-@pytest.mark.parametrize("experts", ["routed", "all"])
+@pytest.mark.parametrize("experts", [further("routed"), "all"])
 def test_whose_tokens_calibrate_an_expert_is_a_choice(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
 ) -> None:
@@ -219,7 +219,7 @@ def test_an_expert_without_any_token(
     assert all(bool(value.isfinite().all()) for value in model.parameters())
 
 
-@pytest.mark.parametrize("method", ["rtn", "smooth+gptq"])
+@pytest.mark.parametrize("method", [further("rtn"), "smooth+gptq"])
 def test_static_inputs_of_experts_are_measured(tiny: Tiny, tmp_path: Path, method: str) -> None:
     quantize(tiny("mixtral"), tmp_path / "q", swift(method, scheme="W8A8_STATIC"))
     found = load_file(tmp_path / "q" / "model.safetensors")

@@ -133,7 +133,7 @@ def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
             lambda: release(spec, shared, Settings(join=True, progress=kill)), place / "errors"
         )
 
-    for step in ("reading", "block 1: rounding", "publishing", "scoring"):
+    for step in ("block 1: rounding", "scoring"):
         assert ended(until(step)) == -signal.SIGKILL, (place / "errors").read_text()
     left = [joining(spec, shared, place) for _ in range(2)]
     assert [ended(child) for child in left] == [0, 0]

@@ -119,37 +119,46 @@ from dataclasses import replace
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
 failing = t.Failing(0, kill)
 disk = replace(failing.disk(), fsync=failing.wrap(lambda descriptor: None))
-for at in range(1, 1000):
-    child = os.fork()
-    if not child:
-        failing.at = at
-        t.make(Path(sys.argv[1]) / f"{at}/out", "new", disk)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status):
-        print(at if os.WEXITSTATUS(status) == 0 else "error")
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
+for place in sys.argv[1:]:
+    for at in range(1, 1000):
+        child = os.fork()
+        if not child:
+            failing.at = at
+            t.make(Path(place) / f"{at}/out", "new", disk)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            print(at if os.WEXITSTATUS(status) == 0 else "error")
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
 """
 
 
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, existing: bool) -> None:
-    make(tmp_path / "expected", "new")
-    expected = content(tmp_path / "expected")
-    for at in range(1, 60):
-        (tmp_path / f"{at}").mkdir()
-        if existing:
-            make(tmp_path / f"{at}/out", "old", FAST)
-    old = content(tmp_path / "1/out") if existing else None
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
+    places = [tmp_path / "absent", tmp_path / "existing"]
+    for place in places:
+        for at in range(1, 60):
+            (place / f"{at}").mkdir(parents=True)
+            if place.name == "existing":
+                make(place / f"{at}/out", "old", FAST)
+    command = [sys.executable, "-c", KILLED, *map(str, places)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)
-    calls = int(done.stdout)
+    make(tmp_path / "expected", "new", FAST)
+    make(tmp_path / "old", "old", FAST)
+    expected, old = content(tmp_path / "expected"), content(tmp_path / "old")
+    for place, calls in zip(places, done.stdout.split(), strict=True):
+        check_killed(place, int(calls), old if place.name == "existing" else None, expected)
+
+
+def check_killed(
+    place: Path, calls: int, old: dict[str, bytes] | None, expected: dict[str, bytes]
+) -> None:
+    """Check what each kill left, and that the next run makes it whole."""
     assert 20 < calls < 60
     states = []
     for at in range(1, calls):
-        out = tmp_path / f"{at}/out"
+        out = place / f"{at}/out"
         state = content(out) if out.exists() else None
         states.append(state == expected)
         assert state in (old, expected)

@@ -17,6 +17,7 @@ from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, Failing, manifest_of, text_of
 from tests.runs import quantize, recipe, tree
+from tests.thorough import each_value
 
 ONE = ("m.gguf",)
 TWO = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
@@ -47,8 +48,7 @@ def visible(out: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("new", [ONE, TWO], ids=["file", "parts"])
-@pytest.mark.parametrize("old", [(), ONE, THREE], ids=["none", "file", "parts"])
+@each_value(("new", [ONE, TWO]), ("old", [(), ONE, THREE]))
 def test_a_kill_at_any_call_is_made_good_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: tuple[str, ...], new: tuple[str, ...]
 ) -> None:
@@ -154,8 +154,8 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("another", [True, False])  # whether another command comes between
-@pytest.mark.parametrize("name", KILLS)
+# Of ``another``: whether another command comes between.
+@each_value(("name", KILLS), ("another", [True, False]))
 def test_the_same_command_finds_that_it_is_done(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, another: bool
 ) -> None:

@@ -15,6 +15,7 @@ from quantforge.api.release import SPEC, ReleasedVariant, upload_script, variant
 from quantforge.errors import GateError, RefusedError
 from quantforge.settings import Settings
 from tests.runs import command, ended, forked, tree
+from tests.thorough import further
 
 HEAD = """model = "{model}"
 [calibration]
@@ -32,7 +33,7 @@ name = "int4"
 recipe = {method = "gptq", scheme = "int4:g32:sym"}
 format = "compressed-tensors"
 """
-INT3 = INT4.replace("int4", "int3")
+RTN4 = INT4.replace("gptq", "rtn")  # where the method does not matter
 Q8 = '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
 
 
@@ -118,7 +119,7 @@ def test_the_name_of_the_model_is_said_once_in_a_repository(stated, tmp_path):
 
 
 def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path):
-    spec, out = written(tmp_path, model, INT4, Q8), tmp_path / "out"
+    spec, out = written(tmp_path, model, RTN4, Q8), tmp_path / "out"
     release(spec, out)
     card = out / "compressed-tensors/int4/README.md"
     before = card.read_text()
@@ -151,7 +152,7 @@ def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path)
     )  # the older card was no edit of a person
 
 
-@pytest.mark.parametrize("repository", ["", "acme/demo"])
+@pytest.mark.parametrize("repository", [further(""), "acme/demo"])
 def test_the_line_that_says_how_to_publish_can_be_typed(repository, model, tmp_path, capsys):
     card = f'[card]\nrepository = "{repository}"\n' if repository else ""
     spec, out = written(tmp_path, model, Q8, card), tmp_path / "an out"
@@ -252,8 +253,8 @@ def test_a_place_where_no_release_can_lie_is_refused_before_anything_is_made(
 
 def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path):
     out = tmp_path / "out"
-    release(written(tmp_path, model, INT4, Q8), out)
-    changed = INT4.replace("int4:g32", "int3:g32")
+    release(written(tmp_path, model, RTN4, Q8), out)
+    changed = RTN4.replace("int4:g32", "int3:g32")
     spec = written(tmp_path, model, changed, Q8)
     with pytest.raises(RefusedError, match="differs from what would be made in"):
         release(spec, out)
@@ -264,7 +265,7 @@ def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path)
 
 
 def test_provenance_is_of_every_variant_and_listed(model, tmp_path):
-    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    spec, out = written(tmp_path, model, Q8, RTN4), tmp_path / "out"
     release(spec, out)
     with pytest.raises(RefusedError, match="provenance"):
         release(spec, out, Settings(provenance=True))

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.runs import command, tree
+from tests.thorough import each_value, further
 
 HEAD = """model = "{model}"
 [calibration]
@@ -64,8 +65,10 @@ def test_the_directory_of_a_release_is_gone_on_with(model, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"x.toml", "made"}
 
 
-@pytest.mark.parametrize("join", [(), ("--join",)])
-@pytest.mark.parametrize("gone", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"])
+@each_value(
+    ("gone", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"]),
+    ("join", [(), ("--join",)]),
+)
 def test_a_file_that_was_deleted_is_made_again_as_the_hint_says(
     model, tmp_path, capsys, gone, join
 ):
@@ -86,7 +89,7 @@ def test_a_file_that_was_deleted_is_made_again_as_the_hint_says(
     assert tree(tmp_path / "an out") == before
 
 
-@pytest.mark.parametrize("scored", ["", SCORED])
+@pytest.mark.parametrize("scored", [further(""), SCORED])
 def test_a_file_that_was_deleted_is_made_again_with_overwrite(model, tmp_path, capsys, scored):
     written(tmp_path / "x.toml", model, scored, Q8, INT4)
     asked = ("release", "x.toml", "-o", "out")

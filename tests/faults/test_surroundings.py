@@ -16,7 +16,18 @@ from quantforge import api
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import command, copied, ended, forked, leftovers, quantize, recipe, tree
+from tests.runs import (
+    command,
+    copied,
+    ended,
+    first_blocks,
+    forked,
+    leftovers,
+    quantize,
+    recipe,
+    tree,
+)
+from tests.thorough import further
 
 MEGABYTE = 1 << 20
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -112,21 +123,21 @@ def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path:
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("method", [further("rtn"), "gptq"])
 def test_the_planned_peak_and_a_fifth_of_it_are_room_enough(
     method: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""
-    wanted = recipe(method, bits=4)
-    peak = api.plan(str(DEMO), wanted).peak_memory_bytes
-    quantize(DEMO, tmp_path / "free", wanted, threads=1)
+    model, wanted = first_blocks(copied(DEMO, tmp_path / "demo"), 1), recipe(method, bits=4)
+    peak = api.plan(str(model), wanted).peak_memory_bytes
+    quantize(model, tmp_path / "free", wanted, threads=1)
 
     def run() -> None:
         quantize(tiny("llama"), tmp_path / "small", wanted, threads=1)
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = taken + int(1.2 * peak) + 8 * MEGABYTE
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        quantize(DEMO, tmp_path / "under", wanted, threads=1)
+        quantize(model, tmp_path / "under", wanted, threads=1)
 
     in_child(run, tmp_path)
     assert tree(tmp_path / "free") == tree(tmp_path / "under")

@@ -36,7 +36,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALE_SECONDS", 2.0)
 
 
-@pytest.fixture(params=["quantize", "release"])
+@pytest.fixture
 def work(
     request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Work:
@@ -72,6 +72,7 @@ def with_clock(seconds: float, work: Callable[[], object]) -> None:
     work()
 
 
+@pytest.mark.parametrize("work", ["quantize", further("release")], indirect=True)
 def test_clocks_that_differ_by_an_hour_change_nothing(
     work: Work, out: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_clocks_that_differ_by_an_hour_change_nothing(
     assert not [name for name in leftovers(out) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("work", ["release", further("quantize")], indirect=True)
 @pytest.mark.parametrize("size", [further(20_000), 60_000])
 def test_a_disk_that_is_full_for_one_worker_ends_that_one_alone(
     work: Work, out: Path, tmp_path: Path, size: int
