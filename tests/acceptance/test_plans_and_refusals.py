@@ -126,47 +126,45 @@ def test_inspect_derives_what_reads_the_same_activation(model: Model, tmp_path: 
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "named"),
-    [
-        (("plam", "MODEL"), 2, "plan"),
-        (("quantize", "MODEL", "--metod rtn"), 2, "--method"),
-        (("quantize", "MODEL", "--method gtpq"), 2, "gptq"),
-        (("quantize", "MODEL", "--bits 11"), 2, "8"),
-        (("quantize", "MODEL", "--scheme int4:g12x"), 2, "g12x"),
-        (("quantize", "MODEL", "--format qptq"), 2, "gptq"),
-        (("quantize", "MODEL", "--type Q4_K_X"), 2, "Q4_K"),
-        (("quantize", "MODEL", "--for vlm --bits 4"), 2, "vllm"),
-        (("quantize", "MODEL", "--bits 4 --scheme int4"), 2, "--scheme"),
-        (("quantize", "MODEL", "--bits 4 --format awq -o x.gguf"), 2, "gguf"),
-        (("quantize", "MODEL", "--bits 4 --modelfile"), 2, "--modelfile"),
-        (("quantize", "MODEL", "--bits 4 --allow nothing=1"), 2, "nothing"),
-        (("quantize", "MODEL", "--format gptq --scheme nf4"), 4, "nf4"),
-        (("quantize", "MODEL", "--method rtn --tune 1 --bits 4"), 2, "--tune"),
-        (("quantize", "MODEL", "--method rtn --type Q8_0 --lm-head int8:row"), 4, "head"),
-        (("quantize", "./absent", "--bits 4"), 3, "absent"),
-        (("quantize", "MODEL", "--bits 4 --device cuda:99"), 2, "--device"),
-        (("eval", "MODEL", "--report r.txt"), 2, ".html"),
-        (("generate", "./absent", "x"), 3, "absent"),
-        (("recipes", "vllm-4bitt"), 2, "vllm-4bit"),
-        (("inspect", "./absent"), 3, "absent"),
-        (("reproduce", "MODEL", "--source MODEL"), 3, "manifest"),
-    ],
-)  # fmt: skip
-def test_a_refusal_has_a_code_and_names_what_is_wrong(
-    words: tuple[str, ...], code: int, named: str, model: Model, tmp_path: Path
-) -> None:
-    line = [word.replace("MODEL", str(model("llama"))) for word in words]
-    ended = command(*line, "--json", cwd=tmp_path)
-    assert ended.out == ""
-    error = ended.error
-    names = {2: "usage", 3: "input", 4: "refused"}
-    assert (ended.code, error["code"]) == (code, names[code]), error
-    assert named in f"{error['message']} {error['hint']}", error
-    assert [*tmp_path.iterdir()] == []
-    plain = command(*line, cwd=tmp_path)
-    assert (plain.code, plain.out, "Traceback" in plain.err) == (code, "", False)
-    assert error["message"].split()[0] in plain.err
+REFUSALS: list[tuple[tuple[str, ...], int, str]] = [
+    (("plam", "MODEL"), 2, "plan"),
+    (("quantize", "MODEL", "--metod rtn"), 2, "--method"),
+    (("quantize", "MODEL", "--method gtpq"), 2, "gptq"),
+    (("quantize", "MODEL", "--bits 11"), 2, "8"),
+    (("quantize", "MODEL", "--scheme int4:g12x"), 2, "g12x"),
+    (("quantize", "MODEL", "--format qptq"), 2, "gptq"),
+    (("quantize", "MODEL", "--type Q4_K_X"), 2, "Q4_K"),
+    (("quantize", "MODEL", "--for vlm --bits 4"), 2, "vllm"),
+    (("quantize", "MODEL", "--bits 4 --scheme int4"), 2, "--scheme"),
+    (("quantize", "MODEL", "--bits 4 --format awq -o x.gguf"), 2, "gguf"),
+    (("quantize", "MODEL", "--bits 4 --modelfile"), 2, "--modelfile"),
+    (("quantize", "MODEL", "--bits 4 --allow nothing=1"), 2, "nothing"),
+    (("quantize", "MODEL", "--format gptq --scheme nf4"), 4, "nf4"),
+    (("quantize", "MODEL", "--method rtn --tune 1 --bits 4"), 2, "--tune"),
+    (("quantize", "MODEL", "--method rtn --type Q8_0 --lm-head int8:row"), 4, "head"),
+    (("quantize", "./absent", "--bits 4"), 3, "absent"),
+    (("quantize", "MODEL", "--bits 4 --device cuda:99"), 2, "--device"),
+    (("eval", "MODEL", "--report r.txt"), 2, ".html"),
+    (("generate", "./absent", "x"), 3, "absent"),
+    (("recipes", "vllm-4bitt"), 2, "vllm-4bit"),
+    (("inspect", "./absent"), 3, "absent"),
+    (("reproduce", "MODEL", "--source MODEL"), 3, "manifest"),
+]  # fmt: skip
+
+
+def test_a_refusal_has_a_code_and_names_what_is_wrong(model: Model, tmp_path: Path) -> None:
+    for words, code, named in REFUSALS:
+        line = [word.replace("MODEL", str(model("llama"))) for word in words]
+        ended = command(*line, "--json", cwd=tmp_path)
+        assert ended.out == "", words
+        error = ended.error
+        names = {2: "usage", 3: "input", 4: "refused"}
+        assert (ended.code, error["code"]) == (code, names[code]), error
+        assert named in f"{error['message']} {error['hint']}", error
+        assert [*tmp_path.iterdir()] == []
+        plain = command(*line, cwd=tmp_path)
+        assert (plain.code, plain.out, "Traceback" in plain.err) == (code, "", False), words
+        assert error["message"].split()[0] in plain.err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

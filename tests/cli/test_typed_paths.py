@@ -36,32 +36,32 @@ def place(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("quantize wren --bits 4 -o there", "error: there: exists"),
-        ("quantize wren --bits 4 --output=there", "error: there: exists"),
-        ("quantize ../wren --bits 4 -o ../there", "error: ../there: exists"),
-        ("quantize wren --bits 4 -o ./there/", "error: ./there: exists"),
-        ("quantize wren --bits 4 -o there.gguf", "error: there.gguf: exists"),
-        ("quantize wren --bits 4 -o link", "leads to: there"),
-        ("quantize wren --bits 4 -o no/x", "mkdir -p no"),
-        ("quantize wren --bits 4 -o ../no/x", "mkdir -p ../no"),
-        ("quantize wren --bits 4 -o there --overwrite", "error: there: is not a result"),
-        ("export wren --format gguf --type Q8_0 -o there.gguf", "error: there.gguf: exists"),
-        ("quantize wren --bits 4 -o wren/x", "overlaps the model wren"),
-        ("inspect bad", "error: bad/config.json: not JSON"),
-        ("inspect ../work/bad", "error: ../work/bad/config.json: not JSON"),
-        ("quantize wren --bits 4 -o there --json", '"message": "there: exists"'),
-        ("reproduce there --source wren", "error: there"),
-    ],
-)
-def test_a_refusal_names_paths_as_they_were_typed(place, arguments, said, capsys):
-    ended = command(capsys, *arguments.split())
-    assert ended.code
-    assert said in ended.err
-    assert str(place.parent) not in ended.out + ended.err
-    assert "output:" not in ended.err  # nothing is announced that is then refused
+REFUSED = [
+    ("quantize wren --bits 4 -o there", "error: there: exists"),
+    ("quantize wren --bits 4 --output=there", "error: there: exists"),
+    ("quantize ../wren --bits 4 -o ../there", "error: ../there: exists"),
+    ("quantize wren --bits 4 -o ./there/", "error: ./there: exists"),
+    ("quantize wren --bits 4 -o there.gguf", "error: there.gguf: exists"),
+    ("quantize wren --bits 4 -o link", "leads to: there"),
+    ("quantize wren --bits 4 -o no/x", "mkdir -p no"),
+    ("quantize wren --bits 4 -o ../no/x", "mkdir -p ../no"),
+    ("quantize wren --bits 4 -o there --overwrite", "error: there: is not a result"),
+    ("export wren --format gguf --type Q8_0 -o there.gguf", "error: there.gguf: exists"),
+    ("quantize wren --bits 4 -o wren/x", "overlaps the model wren"),
+    ("inspect bad", "error: bad/config.json: not JSON"),
+    ("inspect ../work/bad", "error: ../work/bad/config.json: not JSON"),
+    ("quantize wren --bits 4 -o there --json", '"message": "there: exists"'),
+    ("reproduce there --source wren", "error: there"),
+]
+
+
+def test_a_refusal_names_paths_as_they_were_typed(place, capsys):
+    for arguments, said in REFUSED:
+        ended = command(capsys, *arguments.split())
+        assert ended.code, arguments
+        assert said in ended.err, arguments
+        assert str(place.parent) not in ended.out + ended.err, arguments
+        assert "output:" not in ended.err  # nothing is announced that is then refused
 
 
 def test_what_is_made_is_named_as_it_was_typed(place, capsys):

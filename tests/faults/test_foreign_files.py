@@ -105,8 +105,7 @@ INSIDE: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", INSIDE)
-@pytest.mark.parametrize("late", [False, True], ids=["before", "during"])
+@each_value(("case", INSIDE), ("late", [False, True]))  # before or during the run
 def test_an_overwrite_keeps_what_the_manifest_does_not_list(
     tmp_path: Path, case: str, late: bool
 ) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 
 from quantforge.api import quantize, sweep
 from quantforge.api.sweep import combinations
 from quantforge.artifacts import manifest
-from quantforge.errors import InputError, RefusedError, ResourceError, UsageError
+from quantforge.errors import InputError, QuantForgeError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
 from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
@@ -162,25 +163,25 @@ def test_a_name_is_made_of_values():
     }
 
 
-@pytest.mark.parametrize(
-    ("grid", "error", "words"),
-    [
-        ({}, UsageError, "nothing is varied"),
-        ({"bit": ["3"]}, UsageError, "no option 'bit'"),
-        ({"bits": ["x"]}, InputError, "not a number"),
-        ({"bits": ["3", "3"]}, UsageError, "a value twice"),
-        ({"bits": [3, "3"]}, UsageError, "a value twice"),
-        ({"method": ["AWQ", "awq"]}, UsageError, "a value twice"),
-        ({"bits": []}, UsageError, "no values"),
-        ({"bits": "34"}, UsageError, "a list of values"),
-        ({"ignore": ["lm_head"]}, UsageError, "takes a list"),
-        ({"chat_template": ["maybe"]}, InputError, "not understood"),
-        ({"scheme": ["int4:sym", "int4-sym"]}, UsageError, "two combinations"),
-    ],
-)
-def test_a_grid_that_means_nothing_is_refused(grid, error, words):
-    with pytest.raises(error, match=words):
-        combinations(grid)
+MEANINGLESS: list[tuple[dict[str, Any], type[QuantForgeError], str]] = [
+    ({}, UsageError, "nothing is varied"),
+    ({"bit": ["3"]}, UsageError, "no option 'bit'"),
+    ({"bits": ["x"]}, InputError, "not a number"),
+    ({"bits": ["3", "3"]}, UsageError, "a value twice"),
+    ({"bits": [3, "3"]}, UsageError, "a value twice"),
+    ({"method": ["AWQ", "awq"]}, UsageError, "a value twice"),
+    ({"bits": []}, UsageError, "no values"),
+    ({"bits": "34"}, UsageError, "a list of values"),
+    ({"ignore": ["lm_head"]}, UsageError, "takes a list"),
+    ({"chat_template": ["maybe"]}, InputError, "not understood"),
+    ({"scheme": ["int4:sym", "int4-sym"]}, UsageError, "two combinations"),
+]
+
+
+def test_a_grid_that_means_nothing_is_refused():
+    for grid, error, words in MEANINGLESS:
+        with pytest.raises(error, match=words):
+            combinations(grid)
 
 
 def test_what_is_fixed_and_varied_is_refused(model, tmp_path):
