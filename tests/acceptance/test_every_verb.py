@@ -103,6 +103,7 @@ def test_bench_sends_a_stream_of_requests(result: Any) -> None:
     assert 9 <= row["metrics"]["new_tokens"] <= 18
 
 
+@pytest.mark.thorough  # as `test_several_results` shows
 def test_release_and_sweep_make_several(model: Model, tmp_path: Path) -> None:
     spec = tmp_path / "release.toml"
     spec.write_text(

@@ -342,6 +342,7 @@ def test_what_a_result_needs_under_a_load(model: Model) -> None:
     assert plan.output_bytes > 0
 
 
+@pytest.mark.thorough  # each function has tests of its own in `tests/faults` and `tests/unit/execution`
 def test_several_results_from_python(model: Model, tmp_path: Path) -> None:
     swept = quantforge.sweep(
         model("llama"), {"bits": [4]}, tmp_path / "swept", method="rtn", calibration="none",

@@ -238,6 +238,7 @@ def test_effort_sets_what_is_not_named(model: Model, tmp_path: Path) -> None:
     assert "tune = 4\n" in recipe
 
 
+@pytest.mark.thorough  # as `tests/unit/execution/test_quantize_to_a_size.py` shows
 def test_a_size_is_kept_within(model: Model, tmp_path: Path) -> None:
     words = f"--target 3.5bpw --candidates int3:g128,int4:g128 {ROWS}"
     made = document("quantize", model("llama"), words, "-o", tmp_path / "sized")

@@ -229,6 +229,7 @@ def test_a_size_is_shared_out_by_what_errors_cost(model: Model, make: Make, tmp_
     refusal(2, "allocate", model("llama"), "--target four", words, "-o", tmp_path / "x.toml")
 
 
+@pytest.mark.thorough  # as `tests/unit/execution/test_allocation.py` shows
 def test_as_many_bytes_as_a_file_of_others(model: Model, make: Make, tmp_path: Path) -> None:
     like = make("export", "wide", "--type Q4_0").path
     made = document(
