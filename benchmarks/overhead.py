@@ -46,7 +46,7 @@ WORK: dict[str, tuple[tuple[Any, str], ...]] = {
     "checksums and finiteness": (
         (unit_output, "checksum"),
         (unit_output.UnitOutput, "check"),
-        *((module, "scan_finite") for module in (rounding, calibrated_block, run_conversion)),
+        *((module, "check_finite") for module in (rounding, calibrated_block, run_conversion)),
     ),
     "journal": ((Journal, "__init__"), (Journal, "commit"), (Journal, "remove")),
     "fsync of weights": ((WeightsWriter, "sync"),),

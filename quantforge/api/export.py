@@ -96,7 +96,7 @@ class Exported:
     def document(self) -> dict[str, object]:
         """Return the result as plain data."""
         fields = asdict(self)
-        del fields["coverage"], fields["name"]
+        del fields["coverage"], fields["name"], fields["out"]
         return {
             **fields,
             "path": str(self.out),

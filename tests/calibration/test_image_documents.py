@@ -128,7 +128,7 @@ def test_files_that_are_no_image_are_refused(tmp_path: Path) -> None:
         read_image(tmp_path, "row 7")
     large = tmp_path / "large.png"
     with large.open("wb") as file:
-        file.truncate(IMAGE.limit + 1)
+        file.truncate(IMAGE.max_bytes + 1)
     with pytest.raises(SourceError, match="bytes, more than") as refused:
         read_image(large, "row 7")
     assert refused.value.message.startswith("row 7: image")

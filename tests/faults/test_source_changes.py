@@ -260,7 +260,7 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its states are few for any size; of a huge file they are more, so that a chunk is never large."""
-    for name, value in (("_CHUNKS", 8), ("_LEAST", 16), ("_MOST", 200)):
+    for name, value in (("_MAX_CHUNKS", 8), ("_MIN_CHUNK_BYTES", 16), ("_MAX_CHUNK_BYTES", 200)):
         monkeypatch.setattr(checksums, name, value)
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
@@ -289,7 +289,7 @@ def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
     kept: int,
     large: int,
 ) -> None:
-    for name, value in (("_CHUNKS", chunks), ("_LEAST", 16), ("_KEPT", kept), ("_LARGE", large)):
+    for name, value in (("_MAX_CHUNKS", chunks), ("_MIN_CHUNK_BYTES", 16), ("_MAX_CACHED_CHUNKS", kept), ("_PREFETCH_CHUNK_BYTES", large)):
         monkeypatch.setattr(checksums, name, value)
     path, draw = tmp_path / "file", random.Random(0)
     data = draw.randbytes(5009)

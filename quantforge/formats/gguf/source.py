@@ -72,7 +72,7 @@ class GgufCheckpoint(Checkpoint):
             return self.read(name)[first:last]
         return _restore(stored_tensor, read_rows(stored_tensor.entry, first, last))
 
-    def held(self) -> tuple[FileTensorInfo, ...]:
+    def tensor_infos(self) -> tuple[FileTensorInfo, ...]:
         """Return the tensors with their types in the file, and shapes in elements."""
         return tuple(_held_tensor(entry, self.places[name]) for name, entry in self.entries.items())
 

@@ -271,7 +271,7 @@ def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch)
     (kept,) = tmp_path.iterdir()
     assert kept.name[:10] == ".allocate-"
     other = Lock(kept)
-    other.take()
+    other.acquire()
     with pytest.raises(BusyError, match="measures the same candidates"):
         allocated("3.9bpw", path, **given)
     other.release()

@@ -138,7 +138,7 @@ def test_a_place_that_one_may_not_write_to_is_not_told_as_a_full_disk(
     assert ("cannot be written" in raised.value.message) == may_not
     assert ("free space" in raised.value.hint) == (number == errno.EDQUOT)
     assert os.strerror(number) in raised.value.message
-    monkeypatch.setattr(sys.modules[copy_demo.__module__], "make_folder", refuse)
+    monkeypatch.setattr(sys.modules[copy_demo.__module__], "make_directory", refuse)
     with pytest.raises(type(raised.value), match=os.strerror(number)):
         copy_demo(tmp_path / "demo")
     assert [*tmp_path.iterdir()] == []

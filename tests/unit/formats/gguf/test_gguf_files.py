@@ -130,7 +130,7 @@ def test_named_templates_are_keys_and_come_back_as_files(models, tmp_path):
         "chat template: 'a-b' is called a_b in the file",
         "chat template: none is empty and is not written",
     ]
-    assert load_text_processor(path, {}).template.named == {
+    assert load_text_processor(path, {}).template.templates == {
         "default": "D",
         "tool_use": "T",
         "a_b": "{{ x }}\u00e9",
