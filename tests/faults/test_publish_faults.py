@@ -81,14 +81,14 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from quantforge.files.stage import Stage
-from quantforge.files.writer import file_plans
+from quantforge.files.writer import plan_files
 from quantforge.files.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 with Stage(Path(sys.argv[1]), overwrite=False) as stage:
     for attempt in (
-        lambda: WeightsWriter(stage.path, file_plans(((StoredTensor("w", "U8", (10,)),),
+        lambda: WeightsWriter(stage.path, plan_files(((StoredTensor("w", "U8", (10,)),),
                                                       (StoredTensor("v", "U8", (200_000,)),)))),
         lambda: stage.write_file("tokenizer.json", bytes(200_000)),
     ):

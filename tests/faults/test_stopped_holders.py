@@ -139,13 +139,13 @@ def test_nothing_is_said_of_one_that_works(
     said.touch()
 
     def work() -> None:
-        finish = release_module._finish
+        finish = release_module._score_and_write
 
         def slowly(*given: Any) -> Any:
             time.sleep(1.5)
             return finish(*given)
 
-        release_module._finish = slowly  # type: ignore[assignment]
+        release_module._score_and_write = slowly  # type: ignore[assignment]
         note = lambda text: said.open("a").write(f"{text}\\n")  # noqa: E731
         release(spec, out, Settings(join=True, note=note))
 
