@@ -289,7 +289,12 @@ def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
     kept: int,
     large: int,
 ) -> None:
-    for name, value in (("_MAX_CHUNKS", chunks), ("_MIN_CHUNK_BYTES", 16), ("_MAX_CACHED_CHUNKS", kept), ("_PREFETCH_CHUNK_BYTES", large)):
+    for name, value in (
+        ("_MAX_CHUNKS", chunks),
+        ("_MIN_CHUNK_BYTES", 16),
+        ("_MAX_CACHED_CHUNKS", kept),
+        ("_PREFETCH_CHUNK_BYTES", large),
+    ):
         monkeypatch.setattr(checksums, name, value)
     path, draw = tmp_path / "file", random.Random(0)
     data = draw.randbytes(5009)

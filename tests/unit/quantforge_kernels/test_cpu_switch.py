@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from quantforge.cli.app import app
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.load import load
 
 reference, model = sys.argv[1:]
@@ -33,7 +33,7 @@ decoder = Decoder(loaded.model)
 cache = decoder.cache(2, 20, "int8")
 with torch.inference_mode():
     logits = [prefill(decoder, torch.arange(32).view(2, 16), cache, 4)]
-    step = Step(decoder, cache)
+    step = DecodingStep(decoder, cache)
     logits += [step(torch.tensor([300 + token, 400])) for token in range(4)]
 llvm = [name for name in sys.modules if name.partition(".")[0] in {"llvmlite", "numba"}]
 print(json.dumps({"kernels": loaded.kernels, "llvm": llvm, "logits": torch.stack(logits).tolist()}))
