@@ -162,10 +162,10 @@ def with_engine_defaults(engine: str, given_options: Mapping[str, Any]) -> dict[
         return options
     bits = options.pop("bits", None) or 4
     if bits not in target.default_options:
-        close = min(target.default_options, key=lambda known: (abs(known - bits), known))
+        nearest_bits = min(target.default_options, key=lambda known: (abs(known - bits), known))
         raise UsageError(
             f"--for {engine} --bits {bits}: it is fast with {join_with_or(target.default_options)} bits",
-            f"--bits {close}",
+            f"--bits {nearest_bits}",
         )
     return options | dict(target.default_options[bits])
 
@@ -287,13 +287,13 @@ def _check_split(tensor: TensorPlan, parallel: int) -> None:
     if module.rpartition(".")[2] in _ROW_PARALLEL:
         size = granularity.size if isinstance(granularity, PerGroup) else 1
         size = granularity.columns if isinstance(granularity, Tile) else size
-        size_to_split, what = columns, f"inputs in groups of {size}"
+        size_to_split, description = columns, f"inputs in groups of {size}"
     else:
         size = granularity.rows if isinstance(granularity, Tile) else 1
-        size_to_split, what = rows, f"outputs in runs of {size}"
+        size_to_split, description = rows, f"outputs in runs of {size}"
     if size_to_split % (parallel * size):
         raise RefusedError(
-            f"{module}: {size_to_split} {what} cannot be split over {parallel} devices",
+            f"{module}: {size_to_split} {description} cannot be split over {parallel} devices",
             f"a smaller --tensor-parallel, smaller groups, or --ignore '{module}'",
             tensor=tensor.name,
         )
@@ -344,7 +344,7 @@ class Snippet:
 
 
 def snippets(
-    about: FormatInfo,
+    format_info: FormatInfo,
     verdicts: Iterable[EngineVerdict],
     path: str,
     *,
@@ -354,7 +354,7 @@ def snippets(
     """Return code for every engine that loads a result; none if the path has characters that a line cannot hold.
 
     Args:
-        about: facts of the format.
+        format_info: facts of the format.
         verdicts: verdicts of engines on the result.
         path: a directory, a file, or a name on the hub.
         chat: whether the model has a chat template.
@@ -366,7 +366,9 @@ def snippets(
     for engine in (verdict.engine for verdict in verdicts if verdict.loads):
         if engine not in TARGETS:
             continue
-        packages = f"{TARGETS[engine].packages} {about.engine_packages.get(engine, '')}".strip()
+        packages = (
+            f"{TARGETS[engine].packages} {format_info.engine_packages.get(engine, '')}".strip()
+        )
         install = f"pip install {packages}\n" if packages else ""
         if repository:
             install += f"hf download {shlex.quote(repository)} {shlex.quote(path)} --local-dir .\n"

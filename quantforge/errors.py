@@ -166,15 +166,17 @@ def nearest_hint(
         else the closest words, or the known ones.
     """
     words, normalized = sorted(known), _letters_and_digits(word)
-    close: Sequence[str] = [name for name in words if _letters_and_digits(name) == normalized][:1]
+    close_matches: Sequence[str] = [
+        name for name in words if _letters_and_digits(name) == normalized
+    ][:1]
     other_tool_hint = next(
         (hint for names, hint in (elsewhere or {}).items() if normalized in names.split()), ""
     )
-    if other_tool_hint and not close:
+    if other_tool_hint and not close_matches:
         return other_tool_hint
-    close = close or _closest(word, words)
-    if close:
-        quoted = [f"'{name}'" for name in close]
+    close_matches = close_matches or _closest(word, words)
+    if close_matches:
+        quoted = [f"'{name}'" for name in close_matches]
         return f"did you mean {' or '.join(quoted)}?"
     shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
     return f"known: {shown}"
@@ -190,15 +192,15 @@ def _closest(word: str, choices: Sequence[str]) -> Sequence[str]:
         by_lower_case[key]
         for key in get_close_matches(word.lower(), by_lower_case, n=4, cutoff=0.5)
     ]
-    same = [
+    same_prefix = [
         candidate
         for candidate in matches
         if re.findall(r"\d+", candidate) == re.findall(r"\d+", word)
     ]
     return [
         candidate
-        for candidate in same or matches
-        if _similarity(candidate, word) == _similarity((same or matches)[0], word)
+        for candidate in same_prefix or matches
+        if _similarity(candidate, word) == _similarity((same_prefix or matches)[0], word)
     ]
 
 

@@ -337,5 +337,5 @@ def substitution_notes(plan: Plan) -> list[str]:
 def _plan_names(names: list[str], plans: int) -> str:
     if 1 < len(names) == plans:
         return f"all {plans}"
-    more = len(names) - _MAX_NAMES
-    return f"{', '.join(names[:_MAX_NAMES])}{f' and {more} more' if more > 0 else ''}"
+    num_more = len(names) - _MAX_NAMES
+    return f"{', '.join(names[:_MAX_NAMES])}{f' and {num_more} more' if num_more > 0 else ''}"

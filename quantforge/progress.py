@@ -160,8 +160,8 @@ def progress_of(
     unit: str, record: Mapping[str, Any], done: int, total: int, start: float
 ) -> Progress:
     """Return the report of a finished unit; ``start`` is when it began, in seconds of the monotonic clock."""
-    figures = record.get("metrics", {}).values()
-    errors = [values["error"] for values in figures if "error" in values]
+    metrics = record.get("metrics", {}).values()
+    errors = [values["error"] for values in metrics if "error" in values]
     position = _POSITION.get() or _Position(ignore_progress)
     return Progress(
         part=unit,

@@ -245,12 +245,12 @@ class Recipe:
         data = asdict(self)
         rules = data.pop("rules")
         tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
-        written = _toml_lines(data)
+        toml_lines = _toml_lines(data)
         for rule in rules:
-            written += ["", "[[rule]]", *_toml_lines(rule)]
+            toml_lines += ["", "[[rule]]", *_toml_lines(rule)]
         for name, table in tables.items():
-            written += ["", f"[{name}]", *_toml_lines(table)]
-        return "\n".join(written) + "\n"
+            toml_lines += ["", f"[{name}]", *_toml_lines(table)]
+        return "\n".join(toml_lines) + "\n"
 
 
 def from_toml(text: str, origin: str = "recipe") -> Recipe:
@@ -282,11 +282,11 @@ def read_recipe(path: Path) -> Recipe:
 
 def value_hint(name: str, value: object) -> str:
     """Return what to type instead of a value that a key does not allow."""
-    known, elsewhere = VALUES[name], OTHER_TOOLS_VALUES.get(name, {})
+    known, other_tools = VALUES[name], OTHER_TOOLS_VALUES.get(name, {})
     text = str(value).lower()
-    if elsewhere and "," in text:  # of keys, and of values
-        return next(iter(elsewhere.values()))
-    return nearest_hint(text, known, elsewhere)
+    if other_tools and "," in text:  # of keys, and of values
+        return next(iter(other_tools.values()))
+    return nearest_hint(text, known, other_tools)
 
 
 def check_fields(options: Any) -> None:
@@ -427,10 +427,12 @@ def _convert_value(hint: Any, value: Any, origin: str) -> Any:
     return value
 
 
-def recipe_differences(there: str, here: str) -> list[str]:
+def recipe_differences(first_text: str, second_text: str) -> list[str]:
     """Return the keys in which two recipes differ, each with both values; ``recipe`` if one cannot be read."""
     try:
-        flat_recipes = [_flatten(read_toml(text, "recipe"), "") for text in (there, here)]
+        flat_recipes = [
+            _flatten(read_toml(text, "recipe"), "") for text in (first_text, second_text)
+        ]
     except InputError:
         return ["recipe"]
     lines = []
@@ -441,9 +443,9 @@ def recipe_differences(there: str, here: str) -> list[str]:
     return lines
 
 
-def difference_line(key: str, there: str, here: str) -> str:
+def difference_line(key: str, first_value: str, second_value: str) -> str:
     """Return a line about a key whose value differs between an existing result and the request."""
-    return f"{key}: {_shorten(there)} there, {_shorten(here)} here"
+    return f"{key}: {_shorten(first_value)} there, {_shorten(second_value)} here"
 
 
 def _shorten(text: str) -> str:

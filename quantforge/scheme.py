@@ -119,9 +119,9 @@ class Scheme:
         group_columns = size if self.block is None else self.block.columns
         group_columns = math.lcm(group_columns, GRIDS[self.grid].weights_per_code)
         if in_features % group_columns:
-            what = "group size" if self.block is None else f"{self.grid} block"
+            unit_name = "group size" if self.block is None else f"{self.grid} block"
             raise ValueError(
-                f"{in_features} columns are not a multiple of the {what} {group_columns}"
+                f"{in_features} columns are not a multiple of the {unit_name} {group_columns}"
             )
         return in_features // size
 

@@ -66,8 +66,8 @@ class UnusedColumns:
             files.setdefault(tuple(sorted(columns)), []).append(file)
         entries = []
         for unused_columns, names in files.items():
-            others = f" and {len(names) - 1} more files" if len(names) > 1 else ""
-            entries.append(f"{', '.join(unused_columns)} in {names[0]}{others}")
+            others_text = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+            entries.append(f"{', '.join(unused_columns)} in {names[0]}{others_text}")
         return f"columns that are not used: {'; '.join(entries)}" if entries else ""
 
 

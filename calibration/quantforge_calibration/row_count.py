@@ -63,13 +63,13 @@ def check_rows(
     shares = share_rows(rows, [source.weight for source in sources])
     tokenizer = load_tokenizer(model, vocabulary)
     chat = load_chat_template(model) if chat_template else None
-    for source, share in zip(sources, shares, strict=True):
+    for source, source_rows in zip(sources, shares, strict=True):
         if source.kind not in _UNCOUNTABLE_KINDS:
-            required_rows = 1 if source.kind == BUILTIN else share
+            required_rows = 1 if source.kind == BUILTIN else source_rows
             if first_image(source) is None:
-                _check_source(source, share, required_rows, length, tokenizer, chat)
+                _check_source(source, source_rows, required_rows, length, tokenizer, chat)
             else:
-                check_images(source, share, model, chat=chat_template)
+                check_images(source, source_rows, model, chat=chat_template)
 
 
 def _check_source(
@@ -115,7 +115,7 @@ def share_rows(rows: int, weights: Sequence[float]) -> list[int]:
         SourceError: a source would get no rows.
     """
     exact_shares = [rows * weight / sum(weights) for weight in weights]
-    shares = [int(share) for share in exact_shares]
+    shares = [int(exact_share) for exact_share in exact_shares]
     by_remainder = sorted(
         range(len(exact_shares)), key=lambda index: (shares[index] - exact_shares[index], index)
     )
@@ -131,8 +131,8 @@ def share_rows(rows: int, weights: Sequence[float]) -> list[int]:
 
 def too_short_error(source: str, tokens: int, rows: int, ids_per_row: int) -> SourceError:
     """Return the error for a text with ``tokens`` tokens that is too short for ``rows`` rows of ``ids_per_row`` ids."""
-    fit = tokens // ids_per_row
-    smaller = f"--samples {fit}" if fit else "a smaller --length"
+    available_rows = tokens // ids_per_row
+    smaller = f"--samples {available_rows}" if available_rows else "a smaller --length"
     return SourceError(
         f"{source} has {tokens} tokens, and {rows} rows of {ids_per_row} need {rows * ids_per_row}",
         f"give more text, or {smaller}",

@@ -171,10 +171,10 @@ def _parse_one(name: str) -> Source:
     if head.endswith(SUFFIXES) or head.startswith((".", "/", "~")) or head.count("/") > 1:
         raise SourceError(f"there is no file or directory '{head}'", FORMS_HINT)
     if not 1 <= len(fields) <= 2 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", head):
-        close = get_close_matches(name, ("builtin", "self"), n=1)
+        close_matches = get_close_matches(name, ("builtin", "self"), n=1)
         raise SourceError(
             f"'{name}' is not a source of text: no such file, and not NAME:SPLIT",
-            f"did you mean '{close[0]}'?" if close else FORMS_HINT,
+            f"did you mean '{close_matches[0]}'?" if close_matches else FORMS_HINT,
         )
     return Source("hub", name, split=fields[0], column="".join(fields[1:]))
 

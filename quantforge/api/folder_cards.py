@@ -345,8 +345,8 @@ def _recommended_files(files: Sequence[FolderFile]) -> list[tuple[int, FolderFil
     """Return pairs of memory in GB and the file to use from that size on; empty if no file fits the largest."""
     recommended: list[tuple[int, FolderFile]] = []
     for memory in MEMORY_SIZES:
-        fitting = [file for file in files if file.memory_bytes <= memory * GB]
-        best = _best_file(fitting, measured=_all_measured(files)) if fitting else None
+        files_that_fit = [file for file in files if file.memory_bytes <= memory * GB]
+        best = _best_file(files_that_fit, measured=_all_measured(files)) if files_that_fit else None
         if best is not None and (not recommended or best is not recommended[-1][1]):
             recommended.append((memory, best))
     return recommended

@@ -195,7 +195,7 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = files_in_stage(stage, planned.files)
         with WeightsWriter(
-            stage.path, files, done=finished_tensor_names(plan, journal.done)
+            stage.path, files, finished_names=finished_tensor_names(plan, journal.done)
         ) as writer:
             run = Run(inputs, writer, journal, finished_units(claims, units))
             yield run

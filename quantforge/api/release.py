@@ -292,12 +292,12 @@ def _check_directory(directory: Path) -> None:
         rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part"
     )  # left by a killed process
     entries = directory.iterdir() if directory.exists() else ()
-    others = [
+    other_files = [
         path
         for path in entries
         if path != lock_directory and not partial_manifest.fullmatch(path.name)
     ]
-    if others and not _is_release(directory):
+    if other_files and not _is_release(directory):
         raise RefusedError(
             _other_version(directory) or f"{directory}: exists, and is no release",
             "name a new directory with -o",
@@ -370,19 +370,19 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
     """
     directory, card, outs = planned.directory, planned.spec.card, planned.outs
     outputs = {out: (manifest.read_manifest(out) or {})["outputs"] for out in outs.values()}
-    listed = {
+    file_digests = {
         out: {
             name: content for name, content in files.items() if name != CARD
         }  # cards change: they get figures
         for out, files in outputs.items()
     }
-    digests = _check_digests(listed)
-    key = _evaluation_key(planned, [*listed.values()])
-    figures, evaluation = _evaluate_variants(planned, key)
+    digests = _check_digests(file_digests)
+    key = _evaluation_key(planned, [*file_digests.values()])
+    scores_by_variant, evaluation = _evaluate_variants(planned, key)
     released = []
     for variant in planned.spec.variants:
         out, plan = outs[variant.name], planned.variants.jobs[variant.name].planned.plan
-        scored = figures.get(variant.name, {})
+        scored = scores_by_variant.get(variant.name, {})
         failed = variant.gates.failed({**scored, "weight_bytes": plan.output_bytes})
         released.append(
             ReleasedVariant(
@@ -397,7 +397,7 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         "schema": SCHEMA,
         "source": dict(planned.variants.files),
         "versions": manifest.versions(),
-        "evaluation": {"key": key, "metrics": figures} if figures else None,
+        "evaluation": {"key": key, "metrics": scores_by_variant} if scores_by_variant else None,
         "variants": [variant.document() for variant in released],
     }
     _write_if_changed(
@@ -479,13 +479,13 @@ def _write_cards(
     """Write the card of the folder of files without failed ones, and write new figures into all cards."""
     files = [variant for variant in released if variant.out.is_file() and not variant.failed]
     if files:
-        figures = {
+        scores_by_file = {
             variant.out.name: variant.figures["kl_mean"] for variant in files if variant.figures
         }
         outs = [variant.out for variant in files]
         card, source = planned.spec.card, planned.variants.source
         repository = variant_repository(card.repository, outs[0])
-        write_folder_card(outs[0].parent, figures, source, card.base_model, outs, repository)
+        write_folder_card(outs[0].parent, scores_by_file, source, card.base_model, outs, repository)
     if evaluation is None:
         return
     from quantforge.evaluation.card_section import measured_section, model_index
@@ -519,10 +519,12 @@ def _checksum_list(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:
             card = out.with_name(CARD)
             paths |= {out, *out.parent.glob(f"{glob.escape(out.name)}.*")}
             paths |= {card} if card.is_file() else set()
-    listed = sorted(path.relative_to(directory).as_posix() for path in paths if path.name[0] != ".")
+    relative_names = sorted(
+        path.relative_to(directory).as_posix() for path in paths if path.name[0] != "."
+    )
     return "".join(
         f"{digests.get(directory / name) or manifest.sha256(directory / name, directory)}  {name}\n"
-        for name in listed
+        for name in relative_names
     )
 
 
@@ -556,13 +558,13 @@ def upload_script(prefix: str, variants: Sequence[ReleasedVariant]) -> str:
         f"repository={repository}",
         "begun=${repository##*/}-",
     ]
-    passed = [variant for variant in variants if not variant.failed]
-    files = [variant.name for variant in passed if variant.out.is_file()]
+    passing_variants = [variant for variant in variants if not variant.failed]
+    files = [variant.name for variant in passing_variants if variant.out.is_file()]
     if files:
         patterns = [shlex.quote(f"{name}.gguf{ending}") for name in files for ending in ("", ".*")]
         arguments = " ".join(f"--include {text}" for text in (CARD, *patterns))
         lines.append(f'hf upload "$repository-{_GGUF_SUFFIX}" gguf . {arguments}')
-    for variant in passed:
+    for variant in passing_variants:
         if not variant.out.is_file():
             lines.append(f"name={variant.name}")  # the repository may begin with the same word
             lines.append(

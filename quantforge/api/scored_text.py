@@ -115,7 +115,7 @@ def read_prompts(
             raise _too_many_prompts(f"{len(prompts)} prompts, more than {MAX_PROMPTS}")
         if template is not None and texts:
             conversations = (Conversation([{"role": "user", "content": text}]) for text in prompts)
-            prompts = [template.render(talk) for talk in conversations]
+            prompts = [template.render(conversation) for conversation in conversations]
     except SourceError as error:
         raise InputError(f"--generated: {error.message}", error.hint) from error
     if message := unused.describe():

@@ -97,16 +97,18 @@ def sweep(
     """
     settings = settings or Settings()
     check_measurement_options(measured or {})
-    figures: MeasurementOptions = {"speed": False, **(measured or {})}
+    measurement_options: MeasurementOptions = {"speed": False, **(measured or {})}
     with report_to(settings.progress):
         reference = resolve_model(str(model), settings.offline)
-        text = figures.get("text")
+        text = measurement_options.get("text")
         source = find_reference_text(reference) if text is None else text
-        check_text(reference, source, figures.get("length"), offline=settings.offline)
+        check_text(reference, source, measurement_options.get("length"), offline=settings.offline)
         results, left_out, recipes = make_results(model, over, out, recipe, settings, options)
         adapter = shared_adapter_path(recipe_of_result.adapter for recipe_of_result in recipes)
         evaluation_settings = replace(settings, adapter=adapter)
-        evaluation = evaluate(model, [*results.values()], evaluation_settings, **figures)
+        evaluation = evaluate(
+            model, [*results.values()], evaluation_settings, **measurement_options
+        )
     return Swept(Path(out).absolute(), results, left_out, evaluation)
 
 

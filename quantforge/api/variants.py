@@ -162,9 +162,9 @@ def _make_all(
         with ExitStack() as locks:
             with exclusive_lock(lock_path, settings.note) if settings.join else ExitStack():
                 group = queue.take(locks)
-            elsewhere = len(jobs) - len(queue.missing) - len(group)
+            made_by_others = len(jobs) - len(queue.missing) - len(group)
             report_step(
-                share=elsewhere / len(jobs)
+                share=made_by_others / len(jobs)
             )  # jobs made here have reported their own shares
             if group:
                 with phase("", 0.94 * len(group) / len(jobs)):

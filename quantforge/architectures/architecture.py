@@ -154,10 +154,12 @@ class Architecture:
                     subject="config.json",
                 )
         if self.unsupported_setting and (
-            what := self.unsupported_setting({**self.defaults, **config})
+            unsupported := self.unsupported_setting({**self.defaults, **config})
         ):
             raise InputError(
-                f"{what} is not supported for {self.model_type}", _RTN_HINT, subject="config.json"
+                f"{unsupported} is not supported for {self.model_type}",
+                _RTN_HINT,
+                subject="config.json",
             )
 
     def for_config(self, config: Mapping[str, Any]) -> Architecture:

@@ -43,9 +43,9 @@ def check_experts(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
     """
     problems = [*_layer_list_problems(config), *_expert_problems(config, list(stored))]
     if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        more_suffix = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise InputError(
-            f"the checkpoint does not fit its config.json ({len(problems)}): {'; '.join(problems[:10])}{more}",
+            f"the checkpoint does not fit its config.json ({len(problems)}): {'; '.join(problems[:10])}{more_suffix}",
             "a complete checkpoint holds every expert once, all in one type, and says the kind of every layer",
         )
 
@@ -89,7 +89,7 @@ def _allowed_counts(config: Mapping[str, Any]) -> frozenset[int]:
     sums = {sum(value) for key, value in lists.items() if is_expert_count_key(key)}
     counts = expert_counts(config)
     counts |= {count * len(lists[key]) for count in counts for key in _PER_PART_KEYS & lists.keys()}
-    counts |= {count + more for count in counts for more in _zero_expert_counts(config)}
+    counts |= {count + zero_count for count in counts for zero_count in _zero_expert_counts(config)}
     return counts | {total for total in sums if any(total % count == 0 for count in counts)}
 
 
@@ -123,8 +123,8 @@ def _set_problems(
         return [f"{module}: {count} experts, the config counts {_join_numbers(allowed_counts)}"]
     missing = sorted(set(range(max(expected, max(experts) + 1))) - experts.keys())
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return [f"{module}.{missing[0]}: missing{more}"]
+        more_suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return [f"{module}.{missing[0]}: missing{more_suffix}"]
     if routed_experts:  # zero-computation experts follow; what they store is not checked
         experts = {number: expert for number, expert in experts.items() if number < routed_experts}
     tensor_names = {tensor_name for expert in experts.values() for tensor_name in expert}

@@ -52,7 +52,7 @@ class GgufKeys(Protocol):
     def rope_config(self, head: int) -> dict[str, Any]:
         """Return the rotary settings of all layers, for heads with ``head`` columns."""
 
-    def not_read_error(self, what: str, instead: str) -> QuantForgeError:
+    def not_read_error(self, setting: str, supported: str) -> QuantForgeError:
         """Return the error for a file that no transformers configuration describes."""
 
 

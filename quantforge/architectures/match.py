@@ -323,9 +323,9 @@ def _packed_problem(tensor: StoredTensor) -> str:
 
 def _raise_problems(problems: list[str], hint: str) -> None:
     if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        more_suffix = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise InputError(
-            f"the checkpoint does not fit its config.json ({len(problems)}): {'; '.join(problems[:10])}{more}",
+            f"the checkpoint does not fit its config.json ({len(problems)}): {'; '.join(problems[:10])}{more_suffix}",
             hint,
         )
 
@@ -644,8 +644,8 @@ def _role_from_name(tensor: StoredTensor, in_block: bool) -> Role:
         and len(tensor.shape) == 2
         and tensor.dtype in FLOAT_DTYPES
     )
-    spared = _NOT_LINEAR.search(name) or is_indexer_weight(name) or _is_in_norm(name)
-    if linear and not spared:
+    is_unquantized = _NOT_LINEAR.search(name) or is_indexer_weight(name) or _is_in_norm(name)
+    if linear and not is_unquantized:
         return Role.LINEAR
     if len(tensor.shape) == 2 and not in_block:
         module, _, leaf = name.rpartition(".")

@@ -60,15 +60,15 @@ def shared_experts(
 
 
 def dense_or_sparse(
-    *common: Mixer | tuple[Parameter, ...],
+    *shared_components: Mixer | tuple[Parameter, ...],
     dense: Mixer,
     sparse: tuple[Mixer | tuple[Parameter, ...], ...],
     prefix: str = "",
 ) -> tuple[LayerKind, ...]:
-    """Return two layer kinds with ``common`` parts: one with a dense MLP, one with experts instead."""
+    """Return two layer kinds with ``shared_components``: one with a dense MLP, one with experts instead."""
     return (
-        compose_layer(*common, dense, name=prefix + DENSE),
-        compose_layer(*common, *sparse, name=prefix + SPARSE),
+        compose_layer(*shared_components, dense, name=prefix + DENSE),
+        compose_layer(*shared_components, *sparse, name=prefix + SPARSE),
     )
 
 

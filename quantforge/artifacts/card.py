@@ -46,10 +46,10 @@ def model_card(
         source_card: the source's own card, or None.
         chat: whether the result has a chat template.
     """
-    about = load_format(plan.format).INFO
+    format_info = load_format(plan.format).INFO
     fields = front_matter(
         base,
-        about.hub_library,
+        format_info.hub_library,
         [plan.format],
         source_card_fields(source_card),
         tuned=bool(recorded_adapters(document)),
@@ -93,10 +93,10 @@ def model_card(
 
 def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str]:
     entry = first(document)
-    done = (
+    quantized_text = (
         f"quantized by {code(str(entry.get('method')))}" if _is_quantized(plan, entry) else "stored"
     )
-    yield f"{origin(document, base)}, {done} in the format `{plan.format}`: {plan.density}."
+    yield f"{origin(document, base)}, {quantized_text} in the format `{plan.format}`: {plan.density}."
     yield f"Made by QuantForge {__version__}."
     yield ""
     before = _source_bytes(document)
@@ -110,8 +110,10 @@ def title(plan: Plan, document: Mapping[str, Any]) -> str:
     """Return the heading of the card, which says what the result is."""
     entry = first(document)
     name = cell(str(entry.get("source", {}).get("model")).rpartition("/")[2])
-    done = f" quantized by {cell(str(entry.get('method')))}" if _is_quantized(plan, entry) else ""
-    return f"{name}{_changes_text(document, name_only=True)}{done} ({plan.format})"
+    quantized_text = (
+        f" quantized by {cell(str(entry.get('method')))}" if _is_quantized(plan, entry) else ""
+    )
+    return f"{name}{_changes_text(document, name_only=True)}{quantized_text} ({plan.format})"
 
 
 def _is_quantized(plan: Plan, manifest_entry: Mapping[str, Any]) -> bool:
@@ -189,12 +191,14 @@ def steps(document: Mapping[str, Any]) -> Iterator[str]:
         source, form = entry["source"], code(str(entry.get("format", "")))
         revision = f", revision {code(str(source['revision']))}" if "revision" in source else ""
         if entry.get("recipe"):
-            done = f"quantized by {code(str(entry.get('method')))} into {form}"
+            action_text = f"quantized by {code(str(entry.get('method')))} into {form}"
         else:
-            but = " but for the embedding" if "embedding-quantized" in entry["event_counts"] else ""
-            done = f"exported to {form}, which restates its numbers{but}"
-        alone = {"source": source}  # what was merged in this step
-        yield f"{number}. {code(str(source.get('model')))}{revision}{_changes_text(alone)}: {done}"
+            exception_text = (
+                " but for the embedding" if "embedding-quantized" in entry["event_counts"] else ""
+            )
+            action_text = f"exported to {form}, which restates its numbers{exception_text}"
+        single_step = {"source": source}  # what was merged in this step
+        yield f"{number}. {code(str(source.get('model')))}{revision}{_changes_text(single_step)}: {action_text}"
 
 
 def _calibration_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -250,9 +254,9 @@ def events(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each kind of event: its meaning, how often it occurred, and where first."""
     for kind, count in document["event_counts"].items():
         first = next(event for event in document["events"] if event["kind"] == kind)
-        often = "once" if count == 1 else f"{count} times, first"
+        times_text = "once" if count == 1 else f"{count} times, first"
         yield (
-            f"- {KINDS[kind][0].upper()}{KINDS[kind][1:]}: {often} at {code(first['where'])}"
+            f"- {KINDS[kind][0].upper()}{KINDS[kind][1:]}: {times_text} at {code(first['where'])}"
             f" ({cell(first['detail'])})."
         )
     if not document["event_counts"]:
@@ -288,11 +292,13 @@ def source_card_fields(card: Path | None) -> dict[str, Any]:
     if card is None:
         return {}
     text = FILES.read(card, CARD, card.parent).decode("utf-8", "replace")
-    front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    if front is None:
+    front_matter = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    if front_matter is None:
         return {}
     # A key with its indented lines, so that lists stay whole.
-    lines = re.findall(r"^(\w+):(.*(?:\n(?:[ \t-].*))*)", front[1].replace("\r", ""), re.MULTILINE)
+    lines = re.findall(
+        r"^(\w+):(.*(?:\n(?:[ \t-].*))*)", front_matter[1].replace("\r", ""), re.MULTILINE
+    )
     fields = "".join(f"{key}:{value}\n" for key, value in lines if key in COPIED_FIELDS)
     return _parse_text_fields(fields) if len(fields) <= _MAX_FIELD_CHARACTERS else {}
 
@@ -314,11 +320,11 @@ def _is_text(value: object) -> bool:
     return all(isinstance(line, str) for line in lines)
 
 
-def base_model(stated: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def base_model(given_name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return the name of the original model on the hub, "" if unknown.
 
     Args:
-        stated: the name given by the user.
+        given_name: the name given by the user.
         document: the manifest; its lineage is searched back to the first model.
         config: configuration of the source.
     """
@@ -330,7 +336,7 @@ def base_model(stated: str, document: Mapping[str, Any], config: Mapping[str, An
             names.append(source.get("model"))
         names.append(entry.get("base_model"))
         entry = entry.get("lineage")
-    known = (stated, *reversed(names))
+    known = (given_name, *reversed(names))
     return next((name for name in known if isinstance(name, str) and is_hub_name(name)), "")
 
 

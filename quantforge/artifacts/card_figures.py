@@ -61,8 +61,8 @@ class MutablePart:
 
     def content(self, text: str) -> str:
         """Return the content of this part in a card; "" if a user has removed the delimiters."""
-        _, begun, rest = text.partition(f"{self.begin}\n")
-        inside, ended, _ = rest.partition(f"\n{self.end}\n")
+        _, begun, after_marker = text.partition(f"{self.begin}\n")
+        inside, ended, _ = after_marker.partition(f"\n{self.end}\n")
         return inside if begun and ended else ""
 
 

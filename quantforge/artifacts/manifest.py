@@ -98,7 +98,7 @@ def build_manifest(
     inputs: Mapping[str, Any],
     calibration: Mapping[str, Any] | None,
     events: Sequence[Event],
-    figures: Mapping[str, Mapping[str, float]],
+    metrics: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """Return the manifest of a run without its outputs (see `finish_manifest`).
 
@@ -108,7 +108,7 @@ def build_manifest(
         inputs: the source, see `quantforge.artifacts.publish.describe_source`.
         calibration: description of the calibration text; None if none was read.
         events: all events of the run.
-        figures: measured figures by name of a tensor; figures that are not finite are left out.
+        metrics: measured figures by name of a tensor; figures that are not finite are left out.
     """
     return {
         "schema": SCHEMA,
@@ -129,7 +129,7 @@ def build_manifest(
                 **({"scheme": str(tensor.scheme)} if tensor.scheme else {}),
                 **{
                     key: float(f"{value:.6g}")
-                    for key, value in figures.get(tensor.name, {}).items()
+                    for key, value in metrics.get(tensor.name, {}).items()
                     if math.isfinite(value)  # JSON has no infinity or NaN
                 },
             }

@@ -138,8 +138,12 @@ def _present_files(result: Path) -> set[str]:
     """Return the names of the existing files of a result; for a file, those that its manifest lists."""
     if result.is_dir():
         return {str(path.relative_to(result)) for path in FILES.list_files_below(result)}
-    listed = (read_manifest(result) or {}).get("outputs")
-    names = {result.name, side_path(result).name, *(listed if isinstance(listed, dict) else ())}
+    manifest_outputs = (read_manifest(result) or {}).get("outputs")
+    names = {
+        result.name,
+        side_path(result).name,
+        *(manifest_outputs if isinstance(manifest_outputs, dict) else ()),
+    }
     return {name for name in names if Path(name).name == name and result.with_name(name).is_file()}
 
 
@@ -157,8 +161,8 @@ def _checked_key(key: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any error of the library or its dependencies
-        what = f"no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken"
-        raise InputError.at(key, what, _KEY_HINT) from error
+        message = f"no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken"
+        raise InputError.at(key, message, _KEY_HINT) from error
 
 
 def _import_library() -> Any:

@@ -115,8 +115,8 @@ def _show(console: Console, allocated: Allocated) -> None:
         )
     if allocated.left_out:
         console.print_footer(_left_out(allocated))
-    for scheme, why in allocated.left_out.items():
-        console.print_detail(f"{scheme} is no candidate: {why}")
+    for scheme, reason in allocated.left_out.items():
+        console.print_detail(f"{scheme} is no candidate: {reason}")
     console.print_text(
         "bits in blocks: of a weight there, as planned; `quantize` says what it stores, head and embedding apart"
     )

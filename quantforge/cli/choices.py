@@ -185,7 +185,9 @@ def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
             max=maximum if choice.most else None,
             show_default=False,
             autocompletion=COMPLETERS.get(name),
-            rich_help_panel=next(group for group, within in HELP_GROUPS.items() if name in within),
+            rich_help_panel=next(
+                group for group, option_names in HELP_GROUPS.items() if name in option_names
+            ),
         )
         annotation = value_type if value_type is bool else value_type | None
         yield inspect.Parameter(

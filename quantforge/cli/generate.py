@@ -435,10 +435,10 @@ def speed_text(answer: Generated, max_tokens: int) -> str:
 
 def _processor_share_text(answer: Generated) -> str:
     """Return a text about the threads' share of processor time if other programs took some, else ""."""
-    share = answer.processor_share
-    if share is None or share >= FULL_SHARE:
+    processor_share = answer.processor_share
+    if processor_share is None or processor_share >= FULL_SHARE:
         return ""
-    return f"; slowed down by other programs (the threads got {share:.0%} of the processor time)"
+    return f"; slowed down by other programs (the threads got {processor_share:.0%} of the processor time)"
 
 
 def _drafting_text(answer: Generated) -> str:

@@ -61,8 +61,8 @@ _speculation: Any = partial(typer.Option, rich_help_panel="Speculation")
 
 
 def _draft_option(names: str) -> Any:
-    about = f"Draft tokens to check together: {names}."
-    return _speculation("--draft", metavar="WHAT", help=about, callback=validate_draft)
+    help_text = f"Draft tokens to check together: {names}."
+    return _speculation("--draft", metavar="WHAT", help=help_text, callback=validate_draft)
 
 
 Model = Annotated[

@@ -73,9 +73,11 @@ class Clock:
         if self.works is None:
             self.works = (self.elapsed, share) if share >= MIN_SHARE else None
             return None
-        seconds, done = self.elapsed - self.works[0], share - self.works[1]
-        steady = done >= STEADY_SHARE or (seconds >= STEADY_SECONDS and done >= MIN_SHARE)
-        return seconds * (1 - share) / done if steady else None
+        seconds, finished_share = self.elapsed - self.works[0], share - self.works[1]
+        steady = finished_share >= STEADY_SHARE or (
+            seconds >= STEADY_SECONDS and finished_share >= MIN_SHARE
+        )
+        return seconds * (1 - share) / finished_share if steady else None
 
 
 class Meter(Protocol):
@@ -194,11 +196,11 @@ class LineMeter:
 
     def _line(self, report: Progress) -> str:
         remaining = self._clock.remaining(report)
-        what = self._printable(step_label(report)).replace("\n", "\\n")
+        step_text = self._printable(step_label(report)).replace("\n", "\\n")
         text = (
             f"[{duration(self._clock.elapsed)}] {report.share:4.0%} {self._printable(report.phase)}"
         )
-        text += f": {what}" if what else ""
+        text += f": {step_text}" if step_text else ""
         return (
             text
             if remaining is None or report.share >= 1
@@ -209,8 +211,8 @@ class LineMeter:
         while not self._over.wait(0.25):
             if self._clock.elapsed < self.hold:
                 continue
-            early = self._clock.elapsed < EARLY_SECONDS
-            max_silence = min(self.silence, EARLY_SILENCE) if early else self.silence
+            is_early = self._clock.elapsed < EARLY_SECONDS
+            max_silence = min(self.silence, EARLY_SILENCE) if is_early else self.silence
             if not self._said.phase or time.monotonic() - self._said_at >= max_silence:
                 self._say()
 

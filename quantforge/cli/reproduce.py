@@ -68,8 +68,8 @@ def reproduce(
             console.print_text(f"differs: {name}{edited_text}")
         for name in reproduced.left_out:
             console.note(f"not compared, since it states the name of the result: {name}")
-        for name, (then, now) in reproduced.versions.items():
-            console.note(f"{name} was {then or 'absent'} and is {now or 'absent'}")
+        for name, (recorded, current) in reproduced.versions.items():
+            console.note(f"{name} was {recorded or 'absent'} and is {current or 'absent'}")
         num_equal = reproduced.files - len(reproduced.differing)
         console.print_text(f"{num_equal} of {reproduced.files} files came out byte for byte")
     if reproduced.differing:

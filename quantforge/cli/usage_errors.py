@@ -107,8 +107,8 @@ def verb_hint(typed: str, verbs: Collection[str]) -> str:
     for aliases, hint in VERBS_OF_OTHER_TOOLS.items():
         if typed in aliases.split():
             return hint
-    if close := get_close_matches(typed, verbs, n=1):
-        return f"did you mean '{close[0]}'?"
+    if close_matches := get_close_matches(typed, verbs, n=1):
+        return f"did you mean '{close_matches[0]}'?"
     if Path(typed).exists():
         return f"a verb comes first: `quantforge inspect {typed}`"
     return f"verbs: {', '.join(verbs)}"
@@ -129,8 +129,8 @@ def _option_hint(option: str, verb: str, group: Any) -> str:
 
 
 def _nearest_option(option: str, command: Any, otherwise: str) -> str:
-    close = get_close_matches(option, [*_flags(command), "--help"], n=1, cutoff=0.7)
-    return f"did you mean '{close[0]}'?" if close else otherwise
+    close_matches = get_close_matches(option, [*_flags(command), "--help"], n=1, cutoff=0.7)
+    return f"did you mean '{close_matches[0]}'?" if close_matches else otherwise
 
 
 def _flags(command: Any) -> list[str]:

@@ -17,12 +17,12 @@ def parse_unconverted(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Store the unconverted values of all options and arguments in ``ctx``; return the rest of the words."""
     plain_command = TyperCommand(command.name, add_help_option=False)
     plain_command.parse_args(ctx, [])  # sets the option prefixes of ctx
-    values, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
+    values, remaining, _ = command.make_parser(ctx).parse_args(args=list(args))
     ctx.params = {
         str(parameter.name): values.get(str(parameter.name)) for parameter in command.params
     }
-    ctx.args = rest
-    return list(rest)
+    ctx.args = remaining
+    return list(remaining)
 
 
 def _readable_help(name: str, text: str) -> tuple[str, str]:

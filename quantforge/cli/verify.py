@@ -120,7 +120,7 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         partial_checks = (f"{check} ({text})" for check, text in report.partial.items())
         console.note(f"checked in part, without a source: {', '.join(partial_checks)}")
     for reason in dict.fromkeys(report.skipped.values()):
-        checks = [check for check, why in report.skipped.items() if why == reason]
+        checks = [check for check, skip_reason in report.skipped.items() if skip_reason == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")
     if report.unsigned:
         console.note(f"not covered by the signature: {', '.join(report.unsigned)}")

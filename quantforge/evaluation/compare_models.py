@@ -344,15 +344,15 @@ def _made_by(history: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _quality_figures(scores: ModelScores, reference: ModelScores | None = None) -> dict[str, Any]:
     """Return the perplexity columns and, given a ``reference``, the comparison columns."""
-    figures = {
+    metrics = {
         "perplexity": scores.perplexity.mean,
         "perplexity_se": scores.perplexity.error,
         "nll": scores.mean_nll.mean,
     }
     if reference is None or scores.divergence is None:
-        return figures
+        return metrics
     increase, divergence = scores.increase(reference), scores.divergence
-    return figures | {
+    return metrics | {
         "perplexity_increase": increase.mean,
         "perplexity_increase_se": increase.error,
         "kl_mean": divergence.mean.mean,

@@ -202,11 +202,11 @@ def _score(
             nll[first:end] = head.nll(tokens, next_tokens).view(len(hidden), -1)
         else:
             reference_hidden = reference.states.read(first, end).flatten(0, 1)
-            figures = compare_predictions(
+            token_metrics = compare_predictions(
                 head, tokens, reference.head, reference_hidden, next_tokens
             )
             nll[first:end], kl[first:end], agrees[first:end] = (
-                values.view(len(hidden), -1) for values in figures
+                values.view(len(hidden), -1) for values in token_metrics
             )
         report_step("windows of the text", end, len(nll))
     if reference is None:

@@ -92,13 +92,13 @@ def measure_as_deployed(
     report_step("loading as an engine would")
     with PeakMemory(device) as peak:
         loaded = load(model, device, dtype, input_bits=input_bits)
-        figures = measure_speed(loaded, prompt, bandwidth, cache)
+        speeds = measure_speed(loaded, prompt, bandwidth, cache)
     return {
         "read_bytes_per_token": loaded.read_bytes,
         "resident_bytes": loaded.held_bytes,
         "kernels": dict(loaded.kernels),
         "peak_bytes": peak.bytes,
-        **figures,
+        **speeds,
     }
 
 

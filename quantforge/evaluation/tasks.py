@@ -264,14 +264,14 @@ def _patch_library(tasks: Tasks) -> Iterator[None]:
 
 def _metric_values(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite metrics of a task, and drop the name of the filter if there is none."""
-    figures = {}
+    metrics = {}
     for key, value in values.items():
         metric, _, filter_name = key.partition(",")
         name = metric if filter_name in {"", "none"} else f"{metric},{filter_name}"
         number = isinstance(value, int | float) and math.isfinite(value)
         if number and metric not in {"alias", "sample_len"}:
-            figures[name] = float(value)
-    return figures
+            metrics[name] = float(value)
+    return metrics
 
 
 def read_task(path: Path, *, allow_code: bool = False) -> tuple[str, bool]:

@@ -57,8 +57,8 @@ def build_tables(evaluation: Evaluation, width: int | None, *, wide: bool = Fals
 def _all_tables(evaluation: Evaluation) -> list[Table]:
     """Return all tables with all their columns."""
     rows, verdict = evaluation.rows, evaluation.verdict
-    against = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
-    tables = [(f"Quality{against}", quality_columns(rows, verdict))]
+    reference_text = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
+    tables = [(f"Quality{reference_text}", quality_columns(rows, verdict))]
     if evaluation.protocol.speed_dtype:
         tables.append(("Speed and memory", speed_columns(rows, verdict)))
     return tables + cache_tables(rows, verdict.names)
@@ -307,16 +307,18 @@ def _decoding_speed(row: Row) -> str:
 
 def _speed_at_batch(batch: int, row: Row) -> str:
     """Format the decoding speed at a batch size."""
-    figures = row["decode_by_batch"]
-    return ABSENT if figures is None else significant(figures[str(batch)])
+    speeds = row["decode_by_batch"]
+    return ABSENT if speeds is None else significant(speeds[str(batch)])
 
 
 def _ttft_by_prompt(row: Row) -> str:
     """Format the times to first token by prompt length."""
-    figures = row["ttft_by_prompt"]
-    if figures is None:
+    ttft_by_length = row["ttft_by_prompt"]
+    if ttft_by_length is None:
         return ABSENT
-    return ", ".join(f"{tokens}: {significant(1000 * figures[tokens])} ms" for tokens in figures)
+    return ", ".join(
+        f"{tokens}: {significant(1000 * ttft_by_length[tokens])} ms" for tokens in ttft_by_length
+    )
 
 
 def _kernels(row: Row) -> str:
@@ -337,8 +339,8 @@ def task_metrics(rows: Sequence[Row]) -> list[tuple[str, str]]:
     metrics = dict.fromkeys(
         (task, metric)
         for row in rows
-        for task, figures in (row["tasks"] or {}).items()
-        for metric in figures
+        for task, scores in (row["tasks"] or {}).items()
+        for metric in scores
         if not metric.endswith(STDERR_SUFFIX)
     )
     return [*metrics]
@@ -346,10 +348,10 @@ def task_metrics(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _task_score(task: str, metric: str, row: Row) -> str:
     """Format the score of a model in a task, with its standard error."""
-    figures = (row["tasks"] or {}).get(task, {})
-    if metric not in figures:
+    scores = (row["tasks"] or {}).get(task, {})
+    if metric not in scores:
         return ABSENT
-    return value_and_error(figures[metric], figures.get(metric + STDERR_SUFFIX))
+    return value_and_error(scores[metric], scores.get(metric + STDERR_SUFFIX))
 
 
 def _answer_figure(key: str, row: Row) -> str:
@@ -475,15 +477,15 @@ def _columns_by_position(
 ) -> Iterator[Column]:
     """Yield one column per position or distance."""
     positions = list(
-        dict.fromkeys(figures[position_key] for cache in caches for figures in cache[list_key])
+        dict.fromkeys(entry[position_key] for cache in caches for entry in cache[list_key])
     )
     for number, position in enumerate(positions):
         cells = tuple(
             next(
                 (
-                    format_cell(figures)
-                    for figures in cache[list_key]
-                    if figures[position_key] == position
+                    format_cell(entry)
+                    for entry in cache[list_key]
+                    if entry[position_key] == position
                 ),
                 ABSENT,
             )
@@ -492,22 +494,22 @@ def _columns_by_position(
         yield Column(f"{position:,}", cells, CACHE_COLUMN_RANK + len(positions) - number)
 
 
-def _kl_cell(figures: Row) -> str:
+def _kl_cell(entry: Row) -> str:
     """Format the mean KL divergence."""
-    return significant(figures["kl_mean"])
+    return significant(entry["kl_mean"])
 
 
-def _key_gain_cell(figures: Row) -> str:
+def _key_gain_cell(entry: Row) -> str:
     """Format the gain in log-probability of a planted key."""
-    return ABSENT if figures["key_gain"] is None else significant(figures["key_gain"])
+    return ABSENT if entry["key_gain"] is None else significant(entry["key_gain"])
 
 
-def _key_hit_cell(figures: Row) -> str:
+def _key_hit_cell(entry: Row) -> str:
     """Format the percentage of key tokens that are ranked first."""
-    share = figures["keys_found"]
-    return ABSENT if share is None else significant(100 * share)
+    hit_share = entry["keys_found"]
+    return ABSENT if hit_share is None else significant(100 * hit_share)
 
 
-def _cell_with_error(figures: Row, mean: str, error: str) -> str:
+def _cell_with_error(entry: Row, mean: str, error: str) -> str:
     """Format a figure with its standard error."""
-    return ABSENT if figures[mean] is None else value_and_error(figures[mean], figures[error])
+    return ABSENT if entry[mean] is None else value_and_error(entry[mean], entry[error])

@@ -187,8 +187,8 @@ def is_unsteady(row: Row) -> bool:
 
 def was_slowed_down(row: Row) -> bool:
     """Return whether other programs took processor time from the threads during the speed measurement."""
-    share = row.get("processor_share")
-    return share is not None and share < FULL_SHARE
+    processor_share = row.get("processor_share")
+    return processor_share is not None and processor_share < FULL_SHARE
 
 
 def format_speed(row: Row) -> str:
@@ -246,8 +246,8 @@ def _rival_sentences(rows: Sequence[Row], names: Sequence[str], front: Sequence[
         if _same_kl(rows[index], rows[rival]):
             text = f"{better}, not told apart from {names[rival]} ({significant(rival_kl)}) in {size_text}"
         elif kl <= 0:
-            than = "as" if saving <= SIZE_TOLERANCE else "than"
-            text = f"{better} in {size_text} {than} {names[rival]}, which has KL {significant(rival_kl)}"
+            conjunction = "as" if saving <= SIZE_TOLERANCE else "than"
+            text = f"{better} in {size_text} {conjunction} {names[rival]}, which has KL {significant(rival_kl)}"
         else:
             text = f"{better}, {significant(rival_kl / kl)} times less than {names[rival]} in {size_text}"
         sentences.append(text)

@@ -58,7 +58,7 @@ def observe(
             needed_statistics[key] = (
                 needed_statistics.get(key, frozenset()) | item.before_transforms
             )
-    once = all(
+    is_single_pass = all(
         rounder.can_advance_while_observing(item)
         for rounder, item in zip(rounders, observations, strict=True)
     )
@@ -66,7 +66,7 @@ def observe(
         block,
         needed_statistics,
         [item.cache_peaks for item in observations if not item.observe_again],
-        advance=advance and once,
+        advance=advance and is_single_pass,
         keep=max(rounder.saved_row_count for rounder in rounders),
     )
     trim()
@@ -197,8 +197,10 @@ class BlockRounder:
                 linears = [name for name in shared.linears if name in quantized]
                 if not linears or shared.expert >= 0:
                     continue
-                done = 1 - 0.5 * (1 - index / len(block.inputs))
-                report_step(f"block {block.index}: rounding {', '.join(linears)}", share=done)
+                finished_share = 1 - 0.5 * (1 - index / len(block.inputs))
+                report_step(
+                    f"block {block.index}: rounding {', '.join(linears)}", share=finished_share
+                )
                 weights = {quantized[name].name: block.weight(name) for name in linears}
                 seen = statistics.get(shared.key, Statistics())
                 rounded = self.rounding.round(weights, seen)
@@ -253,11 +255,11 @@ class BlockRounder:
         observation.statistics.clear()  # free the Hessians early
         if observation.observe_again:
             needed_statistics = dict.fromkeys(observation.inputs, observation.after_transforms)
-            for key, again in _run_rows(
+            for key, new_statistics in _run_rows(
                 block, needed_statistics, [observation.cache_peaks]
             ).items():
                 if key in statistics:
-                    statistics[key] = statistics[key].with_ranges_of(again)
+                    statistics[key] = statistics[key].with_ranges_of(new_statistics)
         return record, statistics
 
     def _round_guided(

@@ -94,14 +94,16 @@ class ExpertRounder:
         numbers = experts.numbers
         counts = dict(zip(numbers, experts.tokens.counts_by_expert(len(numbers)), strict=True))
         experts_with_unquantized = {tensor.expert for tensor in tensors.unquantized(block).values()}
-        written = {tensor.expert for tensor in self._targets.values()} | experts_with_unquantized
+        written_experts = {
+            tensor.expert for tensor in self._targets.values()
+        } | experts_with_unquantized
         for index, number in enumerate(numbers):
             unit = expert_unit(block.index, number)
             report_step(f"{unit} of {len(numbers)}", share=0.5 + 0.5 * index / len(numbers))
             # An expert without tensors of its own is stored in an unquantized tensor of all experts.
             work = partial(self._round_expert, number, counts[number])
-            done = number in written and process_expert(unit, work)
-            if self._accumulate_outputs and not done:
+            is_finished = number in written_experts and process_expert(unit, work)
+            if self._accumulate_outputs and not is_finished:
                 experts.run(number, *experts.tokens.routed_to(number), {}, add=True)
             experts.release(number)
             trim()
@@ -153,12 +155,10 @@ class ExpertRounder:
 
 def few_token_events(name: str, counts: Mapping[int, int], min_tokens: int) -> Sequence[Event]:
     """Return an event listing the experts that received fewer than ``min_tokens`` tokens, if any."""
-    few = sorted((count, number) for number, count in counts.items() if count < min_tokens)
-    if not few:
+    rarely_used = sorted((count, number) for number, count in counts.items() if count < min_tokens)
+    if not rarely_used:
         return []
-    listed = ", ".join(f"{number} ({count})" for count, number in few[:MAX_LISTED_EXPERTS])
-    more = ", ..." if len(few) > MAX_LISTED_EXPERTS else ""
-    detail = (
-        f"{len(few)} of {len(counts)} experts saw fewer than {min_tokens} tokens: {listed}{more}"
-    )
+    listed = ", ".join(f"{number} ({count})" for count, number in rarely_used[:MAX_LISTED_EXPERTS])
+    ellipsis = ", ..." if len(rarely_used) > MAX_LISTED_EXPERTS else ""
+    detail = f"{len(rarely_used)} of {len(counts)} experts saw fewer than {min_tokens} tokens: {listed}{ellipsis}"
     return [Event("expert-few-tokens", name, detail)]

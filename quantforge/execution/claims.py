@@ -95,9 +95,9 @@ class Claim:
         self._stop = threading.Event()
         self._heartbeat_thread = threading.Thread(target=self._count_heartbeats, daemon=True)
 
-    def file(self, what: str) -> str:
+    def file(self, suffix: str) -> str:
         """Return the name of a file of this claim with the given suffix."""
-        return f"{self._unit_directory.generation}.{what}"
+        return f"{self._unit_directory.generation}.{suffix}"
 
     def __enter__(self) -> Self:
         self._heartbeat_thread.start()

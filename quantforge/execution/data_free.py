@@ -83,8 +83,8 @@ class DataFreeRounder:
         record: Record = {}
         assemblers: dict[str, StripAssembler] = {}
         matrices = (self._strip_rounding(tensor, background, assemblers) for tensor in tensors)
-        with closing(round_in_strips(matrices, self._rounding.workers)) as done:
-            for matrix, matrix_record in done:
+        with closing(round_in_strips(matrices, self._rounding.workers)) as finished:
+            for matrix, matrix_record in finished:
                 merge_records(record, matrix_record)
                 if strips := assemblers.pop(matrix.tensor.name, None):
                     background.do(
@@ -119,9 +119,11 @@ class DataFreeRounder:
             strips = assemblers.setdefault(tensor.name, StripAssembler(tensor.matrix[0]))
             strips.add(first, replace(rows, input=scheme.input))
 
-        read = partial(self._rounding.source.weight_rows, tensor)
+        read_rows = partial(self._rounding.source.weight_rows, tensor)
         importance = error_importance(statistics, rounding)
-        return StripRounding(tensor, rounded, read, write if tensor.by_rows else add, importance)
+        return StripRounding(
+            tensor, rounded, read_rows, write if tensor.by_rows else add, importance
+        )
 
 
 def _report_progress(tensors: list[TensorPlan]) -> Iterator[TensorPlan]:
@@ -189,8 +191,8 @@ def round_in_strips(
             return matrix, first, matrix.rounded(weight), size
 
     strips = ((matrix, rows) for matrix in matrices for rows in row_strips(matrix.tensor))
-    with closing(in_order(rounded, strips, workers)) as done:
-        for matrix, matrix_strips in groupby(done, itemgetter(0)):
+    with closing(in_order(rounded, strips, workers)) as finished:
+        for matrix, matrix_strips in groupby(finished, itemgetter(0)):
             yield matrix, _write_strips(matrix, matrix_strips)
 
 
@@ -242,5 +244,7 @@ class StripAssembler:
 
 def _add_counts(first: Event, other: Event) -> Event:
     """Merge two events of the same kind by adding the counts at the beginning of their details."""
-    count, _, what = first.detail.partition(" ")
-    return replace(first, detail=f"{int(count) + int(other.detail.partition(' ')[0])} {what}")
+    count, _, description = first.detail.partition(" ")
+    return replace(
+        first, detail=f"{int(count) + int(other.detail.partition(' ')[0])} {description}"
+    )

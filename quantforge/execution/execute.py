@@ -197,13 +197,13 @@ class Run:
         """Return the index of the last block that has to run; -1 for none."""
         if self.inputs.sample is None:
             return -1
-        blocks, done = self.inputs.planned.model_layout.blocks, self.journal.done
+        blocks, finished_units = self.inputs.planned.model_layout.blocks, self.journal.done
         if self.head_pending:
             return blocks
         missing = (
             i
             for i in range(blocks)
-            if block_unit(i) not in done or self.tuning.tunes_while_rounding(i)
+            if block_unit(i) not in finished_units or self.tuning.tunes_while_rounding(i)
         )
         return max(missing, default=-1)
 

@@ -224,7 +224,7 @@ class GuidedRounding:
         observe_weighted: ObserveWeighted,
     ) -> Record:
         record: Record = {}
-        done: dict[tuple[str, ...], list[RoundedRowStrip]] = {}
+        strips_by_input: dict[tuple[str, ...], list[RoundedRowStrip]] = {}
         passes = [*_group_into_passes(block, [*self._strips_with_own_hessian(inputs, targets)])]
         for index, strips in enumerate(passes):
             report_step(f"block {block.index}: observing", share=index / len(passes))
@@ -244,13 +244,13 @@ class GuidedRounding:
                     tokens=guided_statistics.tokens,
                     hessian=guided_statistics.hessian,
                 )
-                strips_done = done.setdefault(strip.linears, [])
+                strips_done = strips_by_input.setdefault(strip.linears, [])
                 strips_done.append(self._rounded(block, strip, statistics, targets))
                 if len(strips_done) == strip.count:
                     source_weights = {
                         targets[name].name: block.weight(name) for name in strip.linears
                     }
-                    rounded = _join_strips(done.pop(strip.linears))
+                    rounded = _join_strips(strips_by_input.pop(strip.linears))
                     merge_records(record, self._rounding.write(rounded, source_weights, statistics))
                 trim()
         return record
@@ -346,15 +346,15 @@ def _join_strips(strips: Sequence[RoundedRowStrip]) -> dict[str, Rounded]:
         events = dict.fromkeys(
             event for rounded_strip in rounded_strips for event in rounded_strip.events
         )
-        figures = dict.fromkeys(
+        metrics = dict.fromkeys(
             (key for rounded_strip in rounded_strips for key in rounded_strip.figures), 0.0
         )
         total_size = sum(strip.sizes[name] for strip in strips) or 1.0
         for rounded_strip, strip in zip(rounded_strips, strips, strict=True):
             for key, value in rounded_strip.figures.items():
-                figures[key] += value * strip.sizes[name] / total_size if key == "error" else value
+                metrics[key] += value * strip.sizes[name] / total_size if key == "error" else value
         tensor = QuantizedTensor(codes, parameters, first.tensor.scheme)
-        joined[name] = Rounded(tensor, tuple(events), figures)
+        joined[name] = Rounded(tensor, tuple(events), metrics)
     return joined
 
 

@@ -69,20 +69,20 @@ def events_of(records: Iterable[Record]) -> list[Event]:
 
 def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     """Return the figures (such as errors) of each rounded tensor, by name."""
-    figures: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for record in records:
         for name, values in record.get("metrics", {}).items():
-            figures[name] = {**figures.get(name, {}), **values}
-    return figures
+            metrics[name] = {**metrics.get(name, {}), **values}
+    return metrics
 
 
 def count_scaled_activations(records: Iterable[Record]) -> tuple[int, int] | None:
     """Return how many activations got scale factors, and for how many factors were searched; None without a search."""
     searched = [
-        figures["family"] != "none"
+        transform_record["family"] != "none"
         for record in records
-        for figures in record.get("transform", {}).values()
-        if "family" in figures
+        for transform_record in record.get("transform", {}).values()
+        if "family" in transform_record
     ]
     return (sum(searched), len(searched)) if searched else None
 

@@ -208,9 +208,9 @@ def add_input_parameters(
     if activation is None or not activation.measured:
         return replace(tensor, input=activation)
     if statistics.peaks is None or (statistics.histogram is None and not activation.dynamic):
-        what = "a static range" if not activation.dynamic else "outlier columns"
+        description = "a static range" if not activation.dynamic else "outlier columns"
         raise RefusedError(
-            f"{plan.name}: {what} of its input ({activation}) has to be measured",
+            f"{plan.name}: {description} of its input ({activation}) has to be measured",
             "give a text to calibrate on, or take dynamic inputs: int8:row:sym+int8:token:dynamic",
             tensor=plan.name,
         )
@@ -266,11 +266,11 @@ def count_outliers(
     if activation is None or activation.threshold is None or statistics.peaks is None:
         return {}, ()
     count = int((statistics.peaks > activation.threshold).sum())
-    figures = {"outlier_columns": float(count)}
+    metrics = {"outlier_columns": float(count)}
     if not activation.max_outlier_columns:
-        return figures, ()
-    figures["unquantized_columns"] = float(min(count, activation.max_outlier_columns))
+        return metrics, ()
+    metrics["unquantized_columns"] = float(min(count, activation.max_outlier_columns))
     if count <= activation.max_outlier_columns:
-        return figures, ()
+        return metrics, ()
     detail = f"{count} columns pass {activation.threshold:g}, {activation.max_outlier_columns} are kept in 16 bits"
-    return figures, (Event("outliers-quantized", plan.name, detail),)
+    return metrics, (Event("outliers-quantized", plan.name, detail),)

@@ -81,19 +81,19 @@ def check_values(conversion: ExportPlan, *, allow_inexact: bool) -> CheckedValue
     verdicts: Counter[Verdict] = Counter()
     # Refuse what no option allows before what --allow-inexact would allow.
     layers = sorted(conversion.layers.values(), key=lambda layer: layer.target_scheme is None)
-    for done, layer in enumerate(layers):
-        report_step(layer.layout.module, done, len(layers))
-        fit = layer.fit
-        if fit.verdict is not Verdict.EXACT:
-            fit = _layer_fit(conversion, layer)
-            events += _accept_or_refuse(layer.layout.module, fit, allowed=allowed)
-        verdicts[fit.verdict] += 1
+    for num_checked, layer in enumerate(layers):
+        report_step(layer.layout.module, num_checked, len(layers))
+        compatibility = layer.fit
+        if compatibility.verdict is not Verdict.EXACT:
+            compatibility = _layer_fit(conversion, layer)
+            events += _accept_or_refuse(layer.layout.module, compatibility, allowed=allowed)
+        verdicts[compatibility.verdict] += 1
     for tensor in conversion.plan.tensors:
         if tensor.name not in conversion.layers and _is_cast(tensor):
             value = conversion.checkpoint.read(tensor.name)
-            fit = _cast_fit(value, tensor.outputs[0].dtype)
-            events += _accept_or_refuse(tensor.name, fit, allowed=allowed)
-            verdicts[fit.verdict] += 1
+            compatibility = _cast_fit(value, tensor.outputs[0].dtype)
+            events += _accept_or_refuse(tensor.name, compatibility, allowed=allowed)
+            verdicts[compatibility.verdict] += 1
     verdict = "exact but for the embedding" if conversion.tensors_to_quantize else "exact"
     return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
 
@@ -102,8 +102,10 @@ def _layer_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
     """Return how exactly the target represents a layer; raise `RefusedError` for scattered group indices."""
     key, target_scheme = conversion.plan.format, layer.target_scheme
     if target_scheme is None:
-        fit = _decoded_fit(conversion, layer)
-        return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
+        compatibility = _decoded_fit(conversion, layer)
+        return replace(
+            compatibility, reason=f"decoded, as {key} holds none such: {compatibility.reason}"
+        )
     if key == PLAIN:
         return _decoded_fit(conversion, layer)
     if layer.fit.verdict is not Verdict.DEPENDS_ON_VALUES:
@@ -111,21 +113,29 @@ def _layer_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
     tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
         raise _group_index_error(conversion, layer, target_scheme)
-    fit = compare_values(tensor, target_scheme.weight, load_format(key).MIN_ZERO_POINT)
-    if fit.verdict is Verdict.EXACT and target_scheme.input != layer.layout.scheme.input:
+    compatibility = compare_values(tensor, target_scheme.weight, load_format(key).MIN_ZERO_POINT)
+    if compatibility.verdict is Verdict.EXACT and target_scheme.input != layer.layout.scheme.input:
         return Compatibility(Verdict.INEXACT, layer.fit.reason)
-    if fit.verdict is Verdict.IMPOSSIBLE:
+    if compatibility.verdict is Verdict.IMPOSSIBLE:
         command = requantize_hint(conversion.checkpoint, key)
-        return replace(fit, nearest="; ".join(filter(None, (fit.nearest, command))))
-    return fit
+        return replace(
+            compatibility, nearest="; ".join(filter(None, (compatibility.nearest, command)))
+        )
+    return compatibility
 
 
-def _accept_or_refuse(name: str, fit: Compatibility, *, allowed: bool) -> list[Event]:
+def _accept_or_refuse(name: str, compatibility: Compatibility, *, allowed: bool) -> list[Event]:
     """Return the event of an accepted inexact layer, if any; raise RefusedError if it is not accepted."""
-    if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allowed):
-        hint = fit.nearest or "accept rounding with --allow-inexact"
-        raise RefusedError(f"{name}: {fit.reason}", hint, tensor=name)
-    return [Event("inexact", name, fit.reason)] if fit.verdict is Verdict.INEXACT else []
+    if compatibility.verdict is Verdict.IMPOSSIBLE or (
+        compatibility.verdict is Verdict.INEXACT and not allowed
+    ):
+        hint = compatibility.nearest or "accept rounding with --allow-inexact"
+        raise RefusedError(f"{name}: {compatibility.reason}", hint, tensor=name)
+    return (
+        [Event("inexact", name, compatibility.reason)]
+        if compatibility.verdict is Verdict.INEXACT
+        else []
+    )
 
 
 def round_unquantized(conversion: ExportPlan, workers: int) -> RoundedTensors:
@@ -164,8 +174,8 @@ def _round_in_strips(
 
     with closing(
         round_in_strips([StripRounding(tensor, rounded, read, strips.add)], workers)
-    ) as done:
-        for _, record in done:
+    ) as finished:
+        for _, record in finished:
             results.events += [Event(**event) for event in record["events"]]
             results.figures |= record["metrics"]
     results.tensors[tensor.name] = strips.assembled()
@@ -246,9 +256,9 @@ def lossless_dtype(conversion: ExportPlan) -> tuple[str | None, str]:
         ``(None, "")`` if the planned types represent every weight, else ``("F32", reason)``.
     """
     for layer in conversion.layers.values():
-        fit = _decoded_fit(conversion, layer)
-        if fit.verdict is not Verdict.EXACT:
-            return "F32", f"{layer.layout.module}: {fit.reason}"
+        compatibility = _decoded_fit(conversion, layer)
+        if compatibility.verdict is not Verdict.EXACT:
+            return "F32", f"{layer.layout.module}: {compatibility.reason}"
     return None, ""
 
 
@@ -282,16 +292,18 @@ def _group_index_error(
     """Return the error for a target that cannot store the index that scatters columns over groups."""
     module, key = layer.layout.module, conversion.plan.format
     index = f"{module}{load_format(conversion.source_format).INFO.group_index_suffix}"
-    what = f"{index} scatters its columns over groups (activation order: desc_act, actorder)"
+    message = f"{index} scatters its columns over groups (activation order: desc_act, actorder)"
     if layer.layout.act_order is None:
         return RefusedError(
-            f"{what}, which config.json does not say", "add desc_act = true there", tensor=module
+            f"{message}, which config.json does not say", "add desc_act = true there", tensor=module
         )
     if stores_group_index(layer.layout, target_scheme, load_format(key)):
         hint = "--format plain decodes the weights"
-        return RefusedError(f"{what}, and its groups would have to be split", hint, tensor=module)
+        return RefusedError(
+            f"{message}, and its groups would have to be split", hint, tensor=module
+        )
     return RefusedError(
-        f"{what}, which is not written to {key} files",
+        f"{message}, which is not written to {key} files",
         "--format gptq or gptq_v2 keeps the index, --format plain decodes the weights",
         tensor=module,
     )

@@ -267,11 +267,11 @@ class TuningStep:
             factors = [
                 float(learned_scale.factor.abs().max()) for learned_scale in matrix.scales.values()
             ]
-            figures = {"tuning_change": max(factors)} if factors else {}
+            metrics = {"tuning_change": max(factors)} if factors else {}
             if CODES in matrix.codes:
                 changes = matrix.codes[CODES].snapshot()
-                figures["changed_codes"] = float(changes.count_nonzero()) / changes.numel()
-            merge_records(record, {"metrics": {tensor.name: figures}})
+                metrics["changed_codes"] = float(changes.count_nonzero()) / changes.numel()
+            merge_records(record, {"metrics": {tensor.name: metrics}})
         unquantized = self._tensors.unquantized(block.decoder_block)
         for name, gains in block.gains.items():
             tensor = unquantized[name]
@@ -284,15 +284,15 @@ class TuningStep:
         return changed
 
 
-def _report_tuning_progress(share: float, what: str) -> None:
-    report_step(f"tuning, {what}", share=share)
+def _report_tuning_progress(share: float, step: str) -> None:
+    report_step(f"tuning, {step}", share=share)
 
 
 def _missed_expert_events(block: TunedBlock) -> list[Event]:
     """Return an event listing the experts of a block that received no token during tuning, if any."""
     if block.experts is None or not (missed := block.experts.without_tokens):
         return []
-    listed = ", ".join(map(str, missed[:MAX_LISTED_EXPERTS]))
-    more = ", ..." if len(missed) > MAX_LISTED_EXPERTS else ""
-    detail = f"{len(missed)} of {len(block.experts.numbers)} experts got no token: {listed}{more}"
+    shown_experts = ", ".join(map(str, missed[:MAX_LISTED_EXPERTS]))
+    ellipsis = ", ..." if len(missed) > MAX_LISTED_EXPERTS else ""
+    detail = f"{len(missed)} of {len(block.experts.numbers)} experts got no token: {shown_experts}{ellipsis}"
     return [Event("expert-not-tuned", block.experts.name, detail)]

@@ -240,10 +240,12 @@ class Worker:
 
         rounder = BlockRounder(rounding, BlockTensors(planned.plan, output))
         (observed,) = observe(block, [rounder], advance=advance)
-        early = advance and block.experts is not None
-        if early:  # other ranks wait: run the unquantized experts once more
+        advance_early = advance and block.experts is not None
+        if advance_early:  # other ranks wait: run the unquantized experts once more
             block.advance_with_collected_tokens()
-        record = rounder.round_block(block, observed, process_expert, advance=advance and not early)
+        record = rounder.round_block(
+            block, observed, process_expert, advance=advance and not advance_early
+        )
         if not block.advanced and advance:
             block.advance()
         shared_states.flush()
@@ -318,8 +320,8 @@ def units_finished_before_sharing(
     """
     if recorded_fingerprint(stage.journal) != fingerprint:
         return set()
-    done = {*read_records(stage.journal)[0]}
-    return {unit.name for unit in units if done >= {unit.name, *unit.nested_units}}
+    finished_names = {*read_records(stage.journal)[0]}
+    return {unit.name for unit in units if finished_names >= {unit.name, *unit.nested_units}}
 
 
 def file_layout(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:

@@ -77,12 +77,12 @@ class UnitOutput:
             self.write(output.name, self._to_stored(tensor, output_value))
 
     def write_unquantized_rows(
-        self, tensor: TensorPlan, read: Callable[[int, int], Tensor]
+        self, tensor: TensorPlan, read_rows: Callable[[int, int], Tensor]
     ) -> None:
-        """Write an unquantized tensor strip by strip; ``read(first, last)`` returns rows ``first:last``."""
+        """Write an unquantized tensor strip by strip; ``read_rows(first, last)`` returns rows ``first:last``."""
         (output,) = tensor.outputs
         for first, last in copy_strips(output):
-            self.write_rows(output.name, first, self._to_stored(tensor, read(first, last)))
+            self.write_rows(output.name, first, self._to_stored(tensor, read_rows(first, last)))
 
     def _to_stored(self, tensor: TensorPlan, value: Tensor) -> Tensor:
         """Convert an unquantized tensor to its stored form; computed values are float32 whatever the tensor's type."""

@@ -93,8 +93,8 @@ class UnitRecorder:
 
     def report(self, name: str, record: Record, start: float) -> None:
         """Report to the caller that a unit which began at ``start`` is done."""
-        done, total = len(self.journal.done), len(self.units)
-        self._inputs.settings.progress(progress_of(name, record, done, total, start))
+        num_finished, total = len(self.journal.done), len(self.units)
+        self._inputs.settings.progress(progress_of(name, record, num_finished, total, start))
 
     def events(self) -> list[Event]:
         """Return the events of all finished units, in order."""

@@ -96,11 +96,11 @@ class Checksums:
     def _read_chunk(self, descriptor: int, chunk: int, buffer: memoryview) -> bool:
         """Read a whole chunk; return whether it matches its checksum."""
         state, start = self._states[chunk].copy(), chunk * self._chunk_bytes
-        for done in range(0, len(buffer), _READ_BYTES):
-            part = buffer[done : done + _READ_BYTES]
-            if not system.read_into(descriptor, part, start + done):
+        for offset in range(0, len(buffer), _READ_BYTES):
+            piece = buffer[offset : offset + _READ_BYTES]
+            if not system.read_into(descriptor, piece, start + offset):
                 return False
-            state.update(part)
+            state.update(piece)
         return state.digest() == self._states[chunk + 1].digest()
 
 

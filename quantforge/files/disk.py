@@ -42,12 +42,12 @@ class Disk:
 
     def write_at(self, descriptor: int, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``; a write without progress is treated as a full disk."""
-        written = 0
-        while written < len(data):
-            count = self.pwrite(descriptor, data[written:], offset + written)
+        num_written = 0
+        while num_written < len(data):
+            count = self.pwrite(descriptor, data[num_written:], offset + num_written)
             if not count:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written += count
+            num_written += count
 
     def sync(self, path: Path) -> None:
         """Make the content of a file, or the names in a directory, durable."""

@@ -109,8 +109,8 @@ def hint_for_directory(path: Path) -> str:
         ]
     except OSError:
         return ""
-    more = f" (and {len(models) - _MAX_LISTED} more)" if len(models) > _MAX_LISTED else ""
-    return f"a model is inside: {' or '.join(models[:_MAX_LISTED])}{more}" if models else ""
+    more_suffix = f" (and {len(models) - _MAX_LISTED} more)" if len(models) > _MAX_LISTED else ""
+    return f"a model is inside: {' or '.join(models[:_MAX_LISTED])}{more_suffix}" if models else ""
 
 
 def _is_unfinished_output(path: Path) -> bool:

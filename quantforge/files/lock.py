@@ -222,9 +222,9 @@ class Lock:
             os.close(self.descriptor)
         self.descriptor = -1
 
-    def _not_ours_error(self, path: Path, what: str) -> RefusedError:
+    def _not_ours_error(self, path: Path, message: str) -> RefusedError:
         hint = f"choose another --output, or, if no run is using it: rm -r {self.directory}"
-        return RefusedError.at(path, what, hint)
+        return RefusedError.at(path, message, hint)
 
 
 def _read_holder(descriptor: int) -> Holder | None:

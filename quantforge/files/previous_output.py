@@ -58,11 +58,11 @@ class PreviousOutput:
         """Refuse if the directory contains any other file; errors as `check`."""
         self.check()
         parents = {parent for name in self.files for parent in PurePosixPath(name).parents}
-        if others := sorted(
+        if other_files := sorted(
             self._unlisted_files(self.root, "", {str(parent) for parent in parents})
         ):
             raise self._kept_error(
-                others, "is no file of the earlier result: its manifest does not list it"
+                other_files, "is no file of the earlier result: its manifest does not list it"
             )
 
     def remove(self) -> None:
@@ -84,14 +84,14 @@ class PreviousOutput:
                 elif name not in self.files:
                     yield name
 
-    def _kept_error(self, names: list[str], why: str) -> RefusedError:
+    def _kept_error(self, names: list[str], reason: str) -> RefusedError:
         path = self.root / names[0]
         more_names = ", ".join(names[1:_MAX_SHOWN_NAMES]) + (
             " ..." if len(names) > _MAX_SHOWN_NAMES else ""
         )
         and_more = f" (and {more_names})" if more_names else ""
         return RefusedError.at(
-            path, f"{why}{and_more}, and it is kept", "move it away, or choose another --output"
+            path, f"{reason}{and_more}, and it is kept", "move it away, or choose another --output"
         )
 
 
@@ -114,9 +114,9 @@ def read_previous_output(
     """
     manifest_path = root / manifest
 
-    def unreadable_error(what: str) -> RefusedError:
+    def unreadable_error(reason: str) -> RefusedError:
         return RefusedError(
-            f"{what}; nothing says which files here may be removed",
+            f"{reason}; nothing says which files here may be removed",
             "choose another --output, or remove the earlier result yourself",
             file=str(manifest_path),
         )
@@ -164,8 +164,8 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
         RefusedError: it is not a directory, must not be overwritten, or has files that no manifest lists.
     """
 
-    def refuse(what: str, hint: str) -> RefusedError:
-        return RefusedError.at(out, what, hint)
+    def refuse(message: str, hint: str) -> RefusedError:
+        return RefusedError.at(out, message, hint)
 
     if out.is_symlink():
         raise refuse("is a link", f"give the directory that it leads to: {os.path.realpath(out)}")

@@ -162,8 +162,8 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
     data = torch.empty(end - start, dtype=torch.uint8)
     view = memoryview(data.numpy().data)
     with reopen(entry.file, entry.stamp, entry.name) as descriptor:
-        read = system.read_into if entry.checksums is None else entry.checksums.read
-        if not read(descriptor, view, start):
+        read_bytes = system.read_into if entry.checksums is None else entry.checksums.read
+        if not read_bytes(descriptor, view, start):
             raise changed_error(entry.file, entry.name)
     if entry.dtype == "BOOL" and bool((data > 1).any()):
         raise _header_error(
@@ -210,8 +210,8 @@ def _check_names(path: Path, names: Iterable[str]) -> None:
 def _parse_entry(
     path: Path, name: str, item_fields: object, data_start: int, stamp: Stamp
 ) -> TensorEntry:
-    def refuse(what: str) -> InputError:
-        return _header_error(path, f"tensor {name[:80]!r}: {what}", name)
+    def refuse(problem: str) -> InputError:
+        return _header_error(path, f"tensor {name[:80]!r}: {problem}", name)
 
     if not isinstance(item_fields, dict) or item_fields.keys() != _FIELDS:
         raise refuse("exactly dtype, shape and data_offsets expected")
@@ -257,5 +257,5 @@ def _check_layout(path: Path, entries: list[TensorEntry], data_start: int, size:
         )
 
 
-def _header_error(path: Path, what: str, tensor: str | None = None) -> InputError:
-    return InputError(f"{what}", _DAMAGED_HINT, file=str(path), tensor=tensor, subject=str(path))
+def _header_error(path: Path, message: str, tensor: str | None = None) -> InputError:
+    return InputError(f"{message}", _DAMAGED_HINT, file=str(path), tensor=tensor, subject=str(path))

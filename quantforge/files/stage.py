@@ -464,17 +464,17 @@ class FileStage(Stage):
             if size is None or size == previous_sizes.get(name):
                 continue
             if size < 0:
-                why, hint = "is no file", "give the name of a file"
+                reason, hint = "is no file", "give the name of a file"
             elif not self._overwrite:
                 raise exists_error(path, self.out, side_path(self.out))
             elif not side_path(self.out).is_file() and not previous_sizes:
                 manifest_name = side_path(self.out).name
-                why = f"is not a result of quantforge (no {manifest_name} beside it) and is kept"
+                reason = f"is not a result of quantforge (no {manifest_name} beside it) and is kept"
                 hint = "choose another --output, or remove the file yourself"
             else:
-                why = "is not as the manifest of the earlier result lists it, and it is kept"
+                reason = "is not as the manifest of the earlier result lists it, and it is kept"
                 hint = "move it away, or choose another --output"
-            raise RefusedError.at(path, why, hint)
+            raise RefusedError.at(path, reason, hint)
 
     def _read_previous(self) -> PreviousOutput | None:
         """Return the files of the earlier result, None if there is none."""

@@ -128,20 +128,25 @@ class WeightsWriter:
     """
 
     def __init__(
-        self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK
+        self,
+        stage: Path,
+        files: Sequence[FilePlan],
+        *,
+        finished_names: Iterable[str] = (),
+        disk: Disk = DISK,
     ) -> None:
         """Create the files, or continue existing ones.
 
         Args:
             stage: the directory.
             files: the planned files.
-            done: names of tensors that an interrupted run has written.
+            finished_names: names of tensors that an interrupted run has written.
             disk: the system calls to write with.
 
         Raises:
             ValueError: a tensor is in two files.
             ResourceError: the files do not fit.
-            IntegrityError: with ``done``, a file is missing or has another size.
+            IntegrityError: with ``finished_names``, a file is missing or has another size.
         """
         self._disk, self._stage, self._plans = disk, stage, files
         self._files = [stage / file.name for file in files]
@@ -153,7 +158,7 @@ class WeightsWriter:
                 if tensor.name in self._planned:
                     raise ValueError(f"tensor {tensor.name!r} in two shards")
                 self._planned[tensor.name] = (number, offset, tensor)
-        self._written = {name: self._planned[name][2].nbytes for name in done}
+        self._written = {name: self._planned[name][2].nbytes for name in finished_names}
         if self._written:
             for path, file in zip(self._files, files, strict=True):
                 _check_file_size(path, file.size)
@@ -268,12 +273,12 @@ class WeightsWriter:
         number, offset, planned = self._planned[name]
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data = memoryview(flat.view(torch.uint8).numpy().data)
-        written = self._written.get(name, 0)
-        if start < written or (name in self._written and written == planned.nbytes):
-            raise ValueError(f"{name}: bytes {start} to {written} were written before")
-        if start > written:
-            raise ValueError(f"{name}: bytes {written} to {start} are not written yet")
-        self._written[name] = written + len(data)
+        num_written = self._written.get(name, 0)
+        if start < num_written or (name in self._written and num_written == planned.nbytes):
+            raise ValueError(f"{name}: bytes {start} to {num_written} were written before")
+        if start > num_written:
+            raise ValueError(f"{name}: bytes {num_written} to {start} are not written yet")
+        self._written[name] = num_written + len(data)
         self._unsynced.add(number)
         with write_errors(self._files[number], planned.nbytes):
             self._disk.write_at(self._open_shard(number), data, offset + start)

@@ -35,15 +35,15 @@ def translate_config(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
         or not isinstance(exceptions, Mapping)
     ):
         return quantization
-    common = {"zero_point": not quantization.get("sym", True), "desc_act": False}
+    shared_fields = {"zero_point": not quantization.get("sym", True), "desc_act": False}
     if target_keys["quant_method"] == "awq":
         return {
             **quantization,
-            **common,
+            **shared_fields,
             **target_keys,
             "modules_to_not_convert": _unquantized_names(exceptions),
         }
-    return {**quantization, **common, **target_keys, "dynamic": _dynamic_rules(exceptions)}
+    return {**quantization, **shared_fields, **target_keys, "dynamic": _dynamic_rules(exceptions)}
 
 
 def _unquantized_names(exceptions: Mapping[str, Any]) -> list[str]:

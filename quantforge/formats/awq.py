@@ -142,8 +142,8 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with float16 scales; coarser granularities become groups with repeated scales."""
     granularity = scheme.granularity
     if not isinstance(granularity, PerGroup):
-        fitting = (PerGroup(size) for size in _GROUP_SIZES if shape[1] % size == 0)
-        granularity = next(fitting, granularity)
+        fitting_groups = (PerGroup(size) for size in _GROUP_SIZES if shape[1] % size == 0)
+        granularity = next(fitting_groups, granularity)
     return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
 
 

@@ -196,10 +196,14 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Co
     weights = (stored_scheme(layer.weight, shape) for layer, shape in layers.values())
     kinds = {f"{weight.grid} with scales of {weight.scale}" for weight in weights}
     inputs = {f"{threshold:g}" for threshold in _thresholds(layer for layer, _ in layers.values())}
-    for what, values in (("number type", kinds), ("threshold of inputs (0: none)", inputs)):
+    for property_name, values in (
+        ("number type", kinds),
+        ("threshold of inputs (0: none)", inputs),
+    ):
         if len(values) > 1:
             return Compatibility(
-                Verdict.IMPOSSIBLE, f"one {what} in a model, not {', '.join(sorted(values))}"
+                Verdict.IMPOSSIBLE,
+                f"one {property_name} in a model, not {', '.join(sorted(values))}",
             )
     return Compatibility(Verdict.EXACT)
 
@@ -374,15 +378,15 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
         headers[weight] = _as_uint8_header(headers[weight])
     require_headers(headers, expected)
     state = _read_state(name, tensors[name])
-    stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"))
+    recorded = (state.get("quant_type"), state.get("blocksize"), state.get("shape"))
     planned = (scheme.grid, scheme.group_size(shape[1]), list(shape))
-    if stated != planned:
+    if recorded != planned:
         keys = ("quant_type", "blocksize", "shape")
         raise InputError(
             f"{name}: "
             + " and ".join(
                 f"{key} = {declared!r}, but the tensors are of {actual!r}"
-                for key, declared, actual in zip(keys, stated, planned, strict=True)
+                for key, declared, actual in zip(keys, recorded, planned, strict=True)
                 if declared != actual
             ),
             "the checkpoint is damaged: fetch it again",
@@ -509,10 +513,10 @@ def _check_options(
     for layout in layouts:
         scheme = layout.scheme.weight
         if scheme.bits == 4:
-            what = f"{layout.module} is {scheme}"
-            check_config_value(config, "bnb_4bit_quant_type", scheme.grid, what)
+            layer_text = f"{layout.module} is {scheme}"
+            check_config_value(config, "bnb_4bit_quant_type", scheme.grid, layer_text)
             check_config_value(
-                config, "bnb_4bit_use_double_quant", scheme.scale is ScaleType.DOUBLE, what
+                config, "bnb_4bit_use_double_quant", scheme.scale is ScaleType.DOUBLE, layer_text
             )
             storage, _ = STORAGE_DTYPES[tensors[f"{layout.module}.weight"].dtype]
             check_config_value(
@@ -525,9 +529,11 @@ def _int8_layout(
     config: Mapping[str, Any], module: str, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     threshold = quantization_config(config).get("llm_int8_threshold", DEFAULT_THRESHOLD)
-    both = (tensors.get(f"{module}.{key}") for key in ("outlier_columns", "outlier_weight"))
+    outlier_headers = (
+        tensors.get(f"{module}.{key}") for key in ("outlier_columns", "outlier_weight")
+    )
     outlier_columns = max(
-        (header.shape[-1] for header in both if header and header.shape), default=0
+        (header.shape[-1] for header in outlier_headers if header and header.shape), default=0
     )
     activation = Activation("int8", "token", True, float(threshold) or None, outlier_columns)
     layer = LayerScheme(Scheme("int8", Row(), scale=ScaleType.F32), activation)

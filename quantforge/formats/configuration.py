@@ -224,9 +224,9 @@ def unquantized_expert_modules(
     plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
 ) -> list[str]:
     """Return the names of MoE expert modules in which no expert is quantized, stacked or not."""
-    written = _written_tensors(plan)
-    stored = _expert_module_names(item.name for item in written) | _expert_module_names(
-        _stacked_expert_names(written, config)
+    written_tensors = _written_tensors(plan)
+    stored = _expert_module_names(item.name for item in written_tensors) | _expert_module_names(
+        _stacked_expert_names(written_tensors, config)
     )
     unquantized = stored - _expert_module_names(quantized)
     return sorted(name for mixture in unquantized for name in name_variants(mixture, config))

@@ -300,10 +300,10 @@ def _convert_scales(
     if target.scale is None:
         return scales, ""
     converted = scales.to(torch_dtype(target.scale.upper()))
-    lost = (~converted.isfinite()) | ((converted == 0) & (scales != 0))
-    if bool(lost.any()):
+    out_of_range = (~converted.isfinite()) | ((converted == 0) & (scales != 0))
+    if bool(out_of_range.any()):
         raise RefusedError(
-            f"a {nouns[0]} of {scales[lost][0].item():.3g} is outside of the range of {target.scale}",
+            f"a {nouns[0]} of {scales[out_of_range][0].item():.3g} is outside of the range of {target.scale}",
             "export to a format that stores wider scales (compressed-tensors holds f32)",
         )
     changed = int((converted.double() != scales.double()).sum())

@@ -94,13 +94,15 @@ def resolve_declaration(checkpoint: Checkpoint) -> Checkpoint:
             ``quantization_config`` is empty, or a file that declares it cannot be read.
     """
     checkpoint = _declared_once(checkpoint)
-    added = _added_biases(checkpoint)
-    if not added:
+    added_biases = _added_biases(checkpoint)
+    if not added_biases:
         return checkpoint
-    note = f"{len(added)} biases of zeros, which GPTQ tools add, are left out"
+    note = f"{len(added_biases)} biases of zeros, which GPTQ tools add, are left out"
     return replace(
         checkpoint,
-        entries={name: entry for name, entry in checkpoint.entries.items() if name not in added},
+        entries={
+            name: entry for name, entry in checkpoint.entries.items() if name not in added_biases
+        },
         declaration_note="; ".join(filter(None, (checkpoint.declaration_note, note))),
     )
 
@@ -193,17 +195,17 @@ def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
 
 def _other_declarations(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield other places that declare a quantization, each with the declaration; files only if no key declares one."""
-    there = False
+    has_modelopt_file = False
     for path, declaration in find_quantization_keys(checkpoint.config):
         if not isinstance(declaration, Mapping) or not declaration or path.endswith("quantization"):
             continue
         inner = declaration.get(CONFIG_KEY)
-        there = True
+        has_modelopt_file = True
         yield (
             f"{path} of {CONFIG_FILE}",
             {**declaration, **inner} if isinstance(inner, Mapping) else {**declaration},
         )
-    if there or not checkpoint.path.is_dir():
+    if has_modelopt_file or not checkpoint.path.is_dir():
         return
     names = FILES.list_names(checkpoint.path, None)
     for name, method in _METHOD_BY_FILE.items():
@@ -224,8 +226,8 @@ def _read_declaration_file(checkpoint: Checkpoint, name: str, method: str) -> di
 
 def _missing_modelopt_method(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the missing ``quant_method`` to add: ``modelopt`` if the directory has that tool's file, else nothing."""
-    there = _MODELOPT_FILE in FILES.list_names(checkpoint.path, None)
-    return {"quant_method": "modelopt"} if there else {}
+    has_modelopt_file = _MODELOPT_FILE in FILES.list_names(checkpoint.path, None)
+    return {"quant_method": "modelopt"} if has_modelopt_file else {}
 
 
 def _undeclared_error(checkpoint: Checkpoint, packed: list[str]) -> InputError:
@@ -238,11 +240,11 @@ def _undeclared_error(checkpoint: Checkpoint, packed: list[str]) -> InputError:
         "",
     )
     kinds = sorted({checkpoint.entries[name].dtype for name in packed})
-    more = f" and {len(packed) - _MAX_SHOWN} more" if len(packed) > _MAX_SHOWN else ""
-    written = f"; {tool} writes such names" if tool else ""
-    what = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_MAX_SHOWN])}{more})"
+    more_suffix = f" and {len(packed) - _MAX_SHOWN} more" if len(packed) > _MAX_SHOWN else ""
+    tool_text = f"; {tool} writes such names" if tool else ""
+    message = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_MAX_SHOWN])}{more_suffix})"
     return InputError(
-        f"{what}, and neither {CONFIG_FILE} nor a file beside it declares how{written}",
+        f"{message}, and neither {CONFIG_FILE} nor a file beside it declares how{tool_text}",
         f"fetch {CONFIG_FILE} again: its {CONFIG_KEY} is missing",
         file=str(checkpoint.path),
         tensor=packed[0],
@@ -293,19 +295,21 @@ def check_declared_modules(
     )
     if answers is None:
         return
-    wrong: dict[bool, list[str]] = {}
+    modules_by_packing: dict[bool, list[str]] = {}
     for tensor in model_layout.tensors:
         if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.draft_head:
             module = tensor.header.name.removesuffix(".weight")
             packed = module in layouts
             if answers(module) == {not packed}:
-                wrong.setdefault(packed, []).append(module)
-    for packed, modules in wrong.items():
-        more = f" and {len(modules) - _MAX_SHOWN} more" if len(modules) > _MAX_SHOWN else ""
-        stated, actual = ("not quantized", "packed") if packed else ("quantized", "not packed")
+                modules_by_packing.setdefault(packed, []).append(module)
+    for packed, modules in modules_by_packing.items():
+        more_suffix = f" and {len(modules) - _MAX_SHOWN} more" if len(modules) > _MAX_SHOWN else ""
+        declared_state, actual_state = (
+            ("not quantized", "packed") if packed else ("quantized", "not packed")
+        )
         raise contradiction_error(
-            f"quantization_config says that {modules[0]} is {stated}",
-            f"{len(modules)} such modules are {actual}: {', '.join(modules[:_MAX_SHOWN])}{more}",
+            f"quantization_config says that {modules[0]} is {declared_state}",
+            f"{len(modules)} such modules are {actual_state}: {', '.join(modules[:_MAX_SHOWN])}{more_suffix}",
             modules[0],
         )
 

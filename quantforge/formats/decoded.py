@@ -124,7 +124,7 @@ def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
     weights = quantized_weight_readers(checkpoint)
     headers = checkpoint.stored_tensors()
     used = {tensor_name for rows, _ in weights.values() for tensor_name in rows.layout.tensor_names}
-    added = {
+    decoded_entries = {
         name: replace(
             checkpoint.entries[rows.layout.tensor_names[0]], name=name, dtype="F32", shape=shape
         )
@@ -134,7 +134,7 @@ def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
         checkpoint,
         {name: rows for name, (rows, _) in weights.items()},
         config=unquantized_config(checkpoint),
-        new_entries=added,
+        new_entries=decoded_entries,
         removed=used | kv_scales.find_scales(checkpoint.config, headers).tensor_names,
     )
 
@@ -181,18 +181,20 @@ def decode_weights(
                 tensor=weight.name,
             )
     weight_counts: Counter[str] = Counter()
-    added, dtype = {}, checkpoint.dtype
+    decoded_entries, dtype = {}, checkpoint.dtype
     for weight in weights:
         weight_counts[weight.precision] += sum(
             checkpoint.entries[name].nbytes for name in weight.tensor_names
         )
         first = checkpoint.entries[weight.tensor_names[0]]
-        added[weight.name] = replace(first, name=weight.name, dtype=dtype, shape=weight.shape)
+        decoded_entries[weight.name] = replace(
+            first, name=weight.name, dtype=dtype, shape=weight.shape
+        )
     return with_computed_tensors(
         checkpoint,
         {weight.name: weight.reader for weight in weights},
         config=unquantized_config(checkpoint),
-        new_entries=added,
+        new_entries=decoded_entries,
         removed=used.union(left_out),
         facts={PRECISION: ", ".join(precision for precision, _ in weight_counts.most_common())},
     )

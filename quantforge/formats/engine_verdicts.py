@@ -168,16 +168,17 @@ def unmapped_reason(
     return _UNMAPPED.format(unmapped_name) if unmapped_name else ""
 
 
-def engine_verdicts(about: FormatInfo, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
+def engine_verdicts(format_info: FormatInfo, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     """Return whether each engine loads a model in a format."""
-    verdicts = layer_verdicts(about.engines, model.layers.values())
+    verdicts = layer_verdicts(format_info.engines, model.layers.values())
     if model.draft_kind:
         return tuple(_draft_verdict(verdict, model) for verdict in verdicts)
-    if about.is_single_file:
+    if format_info.is_single_file:
         return verdicts
     if model.layers:
         verdicts = tuple(
-            _model_verdict(verdict, about.engines[verdict.engine], model) for verdict in verdicts
+            _model_verdict(verdict, format_info.engines[verdict.engine], model)
+            for verdict in verdicts
         )
     elif model.unstacked_experts and model.has_unquantized_experts:
         return tuple(

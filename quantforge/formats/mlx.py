@@ -134,8 +134,10 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     granularity = scheme.granularity
     size = scheme.group_size(shape[1])
     if not isinstance(granularity, PerGroup) or size not in GROUP_SIZES:
-        fitting = [fit for fit in reversed(GROUP_SIZES) if size % fit == 0 and shape[1] % fit == 0]
-        granularity = PerGroup(fitting[0]) if fitting else granularity
+        fitting_sizes = [
+            fit for fit in reversed(GROUP_SIZES) if size % fit == 0 and shape[1] % fit == 0
+        ]
+        granularity = PerGroup(fitting_sizes[0]) if fitting_sizes else granularity
     return replace(scheme, granularity=granularity, zero=Zero.MIN)
 
 
@@ -210,8 +212,11 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     if not entries:
         raise RefusedError("nothing is quantized", "choose --format plain")
     kinds = list(entries.values())
-    common = max(kinds, key=kinds.count)
-    quantization = {**common, **{name: entry for name, entry in entries.items() if entry != common}}
+    common_entry = max(kinds, key=kinds.count)
+    quantization = {
+        **common_entry,
+        **{name: entry for name, entry in entries.items() if entry != common_entry},
+    }
     dtype = model_dtype(plan, config)
     return {"config.json": config_json(config, dtype, quantization, duplicate_key="quantization")}
 

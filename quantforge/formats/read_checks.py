@@ -294,9 +294,9 @@ def require_finite(name: str, parameters: Tensor, description: str = "scale") ->
     Raises:
         InputError: naming the tensor and the position of the first that is not.
     """
-    bad = ~parameters.isfinite()
-    if bool(bad.any()):
-        row, group = bad.nonzero()[0].tolist()
+    is_nonfinite = ~parameters.isfinite()
+    if bool(is_nonfinite.any()):
+        row, group = is_nonfinite.nonzero()[0].tolist()
         raise InputError(
             f"{name}: {description} {parameters[row, group].item()} of row {row}, group {group}",
             "the checkpoint is damaged, or its scales overflowed when it was written",

@@ -98,7 +98,11 @@ def largest_common_group_size(sizes: Iterable[int]) -> int | None:
     """Return the largest of `COMMON_GROUP_SIZES` that divides all sizes, None if none does."""
     sizes = tuple(sizes)
     return next(
-        (common for common in COMMON_GROUP_SIZES if all(size % common == 0 for size in sizes)),
+        (
+            group_size
+            for group_size in COMMON_GROUP_SIZES
+            if all(size % group_size == 0 for size in sizes)
+        ),
         None,
     )
 
@@ -120,8 +124,8 @@ def check_single_group_size(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Comp
     )
     scheme = next(iter(schemes.values()))[0]
     size = largest_common_group_size(shape[1] for _, shape in schemes.values())
-    same = f"{scheme.grid}:{f'g{size}' if size else 'row'}:{scheme.zero.value}"
-    hint = f"quantize all layers with one (--scheme {same}), or --format compressed-tensors, which mixes them"
+    scheme_text = f"{scheme.grid}:{f'g{size}' if size else 'row'}:{scheme.zero.value}"
+    hint = f"quantize all layers with one (--scheme {scheme_text}), or --format compressed-tensors, which mixes them"
     return Compatibility(
         Verdict.IMPOSSIBLE, f"one group size for the whole model, not {shown}", hint
     )

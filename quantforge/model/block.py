@@ -443,8 +443,8 @@ class DecoderBlock:
 
     def _check_finite(self, key: str, x: Tensor, batch: MicroBatch) -> None:
         if not all_finite(x):
-            bad = (~x.isfinite()).view(len(batch.states), -1).any(1)
-            row = batch.start + int(bad.nonzero()[0])
+            nonfinite_rows = (~x.isfinite()).view(len(batch.states), -1).any(1)
+            row = batch.start + int(nonfinite_rows.nonzero()[0])
             raise InputError(
                 f"{self.name}.{key}: its input is not finite in calibration row {row}",
                 "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",

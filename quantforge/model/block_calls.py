@@ -65,8 +65,8 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, C
     """Split the arguments of a block into its hidden states (first argument, or keyword) and the others."""
     if args:
         return args[0], Call(args[1:], kwargs)
-    rest = dict(kwargs)
-    return rest.pop(HIDDEN_STATES), Call((), rest)
+    other_kwargs = dict(kwargs)
+    return other_kwargs.pop(HIDDEN_STATES), Call((), other_kwargs)
 
 
 def hidden_states_of(returned: Any) -> Tensor:

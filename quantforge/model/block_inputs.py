@@ -274,11 +274,11 @@ class ReplayedInputs:
 
 def equal_trees(first: Any, second: Any) -> bool:
     """Return whether two nested structures have the same number of leaves, and equal tensors leaf by leaf."""
-    leaves, others = tree_leaves(first), tree_leaves(second)
-    return len(leaves) == len(others) and all(
+    leaves, second_leaves = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(second_leaves) and all(
         isinstance(a, Tensor) is isinstance(b, Tensor)
         and (not isinstance(a, Tensor) or torch.equal(a, b))
-        for a, b in zip(leaves, others, strict=True)
+        for a, b in zip(leaves, second_leaves, strict=True)
     )
 
 

@@ -117,8 +117,10 @@ class ExpertStatistics:
             name,
             max(SAMPLE_TOKENS * width - own_statistics.tokens, MIN_PRIOR_TOKENS * width),
         )
-        share = own_statistics.tokens / (own_statistics.tokens + PRIOR_WEIGHT * width)
-        variance = share**2 / max(own_statistics.tokens, 1) + (1 - share) ** 2 / prior.tokens
+        own_share = own_statistics.tokens / (own_statistics.tokens + PRIOR_WEIGHT * width)
+        variance = (
+            own_share**2 / max(own_statistics.tokens, 1) + (1 - own_share) ** 2 / prior.tokens
+        )
         statistics = own_statistics.shrink_toward(prior, PRIOR_WEIGHT * width)
         _shrink_off_diagonal(statistics, 1 / variance / width)
         return statistics

@@ -84,12 +84,12 @@ class Statistics:
         ``n <
         m``. The tensors of these statistics are overwritten.
         """
-        share = self.tokens / (self.tokens + tokens)
+        own_share = self.tokens / (self.tokens + tokens)
         is_small_sample = self.tokens < tokens
         return Statistics(
             tokens=self.tokens,
-            squares=_mix_means(self.squares, prior.squares, share),
-            hessian=_mix_means(self.hessian, prior.hessian, share),
+            squares=_mix_means(self.squares, prior.squares, own_share),
+            hessian=_mix_means(self.hessian, prior.hessian, own_share),
             peaks=_join_ranges(self.peaks, prior.peaks, is_small_sample, lambda a, b: a.maximum(b)),
             histogram=_join_ranges(
                 self.histogram, prior.histogram, is_small_sample, lambda a, b: a + b
@@ -108,19 +108,19 @@ def statistics_for_inputs(inputs: Iterable[Activation | None]) -> frozenset[Stat
     return frozenset(requested)
 
 
-def _mix_means(current: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
-    """Return the mean of two tensors weighted by ``share`` and ``1 - share``; the first is overwritten."""
+def _mix_means(current: Tensor | None, prior: Tensor | None, own_share: float) -> Tensor | None:
+    """Return the mean of two tensors weighted by ``own_share`` and ``1 - share``; the first is overwritten."""
     if current is None or prior is None:
         return None if prior is None else prior.clone()
-    return current.mul_(share).add_(prior, alpha=1 - share)
+    return current.mul_(own_share).add_(prior, alpha=1 - own_share)
 
 
 def _join_ranges(
     current: Tensor | None,
     prior: Tensor | None,
-    both: bool,
+    join_both: bool,
     join: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor | None:
     if current is None or prior is None:
         return prior if current is None else current
-    return join(current, prior) if both else current
+    return join(current, prior) if join_both else current

@@ -53,21 +53,22 @@ def running_layout(checkpoint: Checkpoint) -> Checkpoint:
     if not changed:
         return checkpoint
     computed: dict[str, ComputeRows] = {}
-    added: dict[str, TensorEntry] = {}
+    new_entries: dict[str, TensorEntry] = {}
     for source in changed:
         for parameter, shape in source.parameters.items():
             first = checkpoint.entries[source.stored[0]]
             computed[parameter] = partial(_converted_rows, names, source, parameter)
-            added[parameter] = _entry(first, parameter, shape, names)
+            new_entries[parameter] = _entry(first, parameter, shape, names)
     view = with_computed_tensors(
         checkpoint,
         computed,
-        new_entries=added,
+        new_entries=new_entries,
         removed={name for source in changed for name in source.stored},
         facts={LAYOUT: RUNNING_LAYOUT},
     )
     _check_names(
-        WeightMapping(model, [entry.to_stored_tensor() for entry in view.entries.values()]), added
+        WeightMapping(model, [entry.to_stored_tensor() for entry in view.entries.values()]),
+        new_entries,
     )
     return view
 
@@ -90,9 +91,11 @@ def _entry(
     return TensorEntry(parameter, first.dtype, shape, first.file, first.start, first.start + size)
 
 
-def _check_names(names: WeightMapping, added: Mapping[str, TensorEntry]) -> None:
+def _check_names(names: WeightMapping, new_entries: Mapping[str, TensorEntry]) -> None:
     misplaced = [
-        name for name in added if name not in names.sources or names.parameter_name(name) != name
+        name
+        for name in new_entries
+        if name not in names.sources or names.parameter_name(name) != name
     ]
     if misplaced:
         raise RefusedError(

@@ -76,7 +76,7 @@ class LoadingResult:
 def check_loading(
     config: Mapping[str, Any],
     stored: Iterable[StoredTensor],
-    read: Callable[[str], Tensor],
+    read_tensor: Callable[[str], Tensor],
     decoded: Callable[[], Iterable[StoredTensor]],
 ) -> LoadingResult:
     """Compare the tensors in a model's files with the parameters that transformers expects.
@@ -84,12 +84,12 @@ def check_loading(
     Args:
         config: content of ``config.json``.
         stored: headers of all tensors.
-        read: returns the values of a stored tensor by name.
+        read_tensor: returns the values of a stored tensor by name.
         decoded: returns the headers of the same model with decoded weights, tried if the packed ones cannot be.
     """
     stored = tuple(stored)
     quantization_config = _copy_quantization_config(config)
-    result = _try_loading(config, stored, read, quantization_config)
+    result = _try_loading(config, stored, read_tensor, quantization_config)
     if not result.not_tried or not quantization_config:
         return result
     try:
@@ -145,7 +145,7 @@ def _refuse_read(name: str) -> Tensor:
 def _try_loading(
     config: Mapping[str, Any],
     stored: tuple[StoredTensor, ...],
-    read: Callable[[str], Tensor],
+    read_tensor: Callable[[str], Tensor],
     quantized: Any,
 ) -> LoadingResult:
     try:
@@ -153,7 +153,7 @@ def _try_loading(
         parsed, kind = stock_model_class(config)
         with _quiet():
             return _load_on_meta(
-                parsed, kind, quantized, {item.name: _tensor(item, read) for item in stored}
+                parsed, kind, quantized, {item.name: _tensor(item, read_tensor) for item in stored}
             )
     except InputError as error:
         return LoadingResult(not_tried=error.message)
@@ -243,9 +243,9 @@ class _RealTensor:
         return self._value
 
 
-def _tensor(stored: StoredTensor, read: Callable[[str], Tensor]) -> Any:
+def _tensor(stored: StoredTensor, read_tensor: Callable[[str], Tensor]) -> Any:
     if _NEEDED_VALUES.search(stored.name):
-        return _RealTensor(read(stored.name))
+        return _RealTensor(read_tensor(stored.name))
     return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=_META)
 
 
@@ -267,5 +267,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _shorten_names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}"
+    more_suffix = (
+        f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    )
+    return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more_suffix}"

@@ -176,12 +176,16 @@ class EmbeddingRows:
     """
 
     def __init__(
-        self, module: nn.Module, read: Callable[[Tensor], Tensor], tokens: Tensor, stack: ExitStack
+        self,
+        module: nn.Module,
+        read_rows: Callable[[Tensor], Tensor],
+        tokens: Tensor,
+        stack: ExitStack,
     ) -> None:
-        self._module, self._read, self._tokens = module, read, tokens
+        self._module, self._read, self._tokens = module, read_rows, tokens
         self._lock = threading.Lock()
         setattr(module, "padding_idx", None)  # noqa: B010  # of any class that embeds
-        module.weight = parameter(read(tokens))
+        module.weight = parameter(read_rows(tokens))
         handle = module.register_forward_pre_hook(self._renumber, with_kwargs=True)
         stack.callback(handle.remove)
         stack.callback(free_weights, module)

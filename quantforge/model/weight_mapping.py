@@ -169,12 +169,14 @@ class WeightMapping:
 
     def is_transposed(self, source: WeightSource) -> bool:
         """Return whether a source is an expert stack that files store transposed."""
-        (_, shape), *more = source.parameters.items()
-        if source.operations != ("Transpose",) or more:
+        (_, shape), *other_parameters = source.parameters.items()
+        if source.operations != ("Transpose",) or other_parameters:
             return False
         step = source.rule.operations[0]
-        same = step.check_dims and self._shapes[source.stored[0]] == shape  # then nothing is done
-        return {step.dim0, step.dim1} == {1, 2} and not same
+        is_noop = (
+            step.check_dims and self._shapes[source.stored[0]] == shape
+        )  # then nothing is done
+        return {step.dim0, step.dim1} == {1, 2} and not is_noop
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -185,13 +187,17 @@ class WeightMapping:
             name for name in self.unused if any(re.search(text, name) for text in patterns)
         )
 
-    def compute(self, source: WeightSource, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Compute the parameters of a source; ``read`` returns a stored tensor by name, in any dtype."""
+    def compute(
+        self, source: WeightSource, read_tensor: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        """Compute the parameters of a source; ``read_tensor`` returns a stored tensor by name, in any dtype."""
         if source.rule is None:
             (parameter,) = source.parameters
-            return {parameter: read(source.stored[0])}
+            return {parameter: read_tensor(source.stored[0])}
         first = self._parameter_names[source.stored[0]]
-        return _run_converter(self._model, source.rule, source.stored, source.patterns, read, first)
+        return _run_converter(
+            self._model, source.rule, source.stored, source.patterns, read_tensor, first
+        )
 
     def _apply_transformers_rules(self, stored: Iterable[StoredTensor]) -> None:
         """Find the parameter of each stored tensor with transformers' renaming and conversion rules."""
@@ -313,7 +319,7 @@ def _run_converter(
     rule: Any,
     names: Sequence[str],
     patterns: Sequence[str],
-    read: Callable[[str], Tensor],
+    read_tensor: Callable[[str], Tensor],
     first: str,
 ) -> dict[str, Tensor]:
     """Run a converter on stored tensors; return the resulting parameters by name.
@@ -323,7 +329,7 @@ def _run_converter(
         rule: transformers' converter.
         names: names of the stored tensors.
         patterns: the matching pattern of the rule for each of them.
-        read: returns a stored tensor by name.
+        read_tensor: returns a stored tensor by name.
         first: the parameter that the first of them becomes part of.
 
     Raises:
@@ -331,7 +337,7 @@ def _run_converter(
     """
     rule_copy = deepcopy(rule)
     for name, pattern in zip(names, patterns, strict=True):
-        rule_copy.add_tensor(first, name, pattern, read(name))
+        rule_copy.add_tensor(first, name, pattern, read_tensor(name))
     try:
         converted = rule_copy.convert(first, model=model, config=model.config)
     except _CONVERTER_ERRORS as error:

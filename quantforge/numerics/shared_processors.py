@@ -52,9 +52,9 @@ def processors_are_shared() -> bool:
         return False
     before = _times()
     time.sleep(SAMPLE_SECONDS)
-    passed = [end - start for start, end in zip(before, _times(), strict=True)]
-    total = sum(passed)
-    busy = total - passed[_IDLE] - passed[_IOWAIT] if total else 0
+    elapsed = [end - start for start, end in zip(before, _times(), strict=True)]
+    total = sum(elapsed)
+    busy = total - elapsed[_IDLE] - elapsed[_IOWAIT] if total else 0
     return bool(total) and available * busy / total > OTHERS
 
 
@@ -95,9 +95,9 @@ class ProcessorShare:
             ran, waited = ran + running - before[0], waited + waiting - before[1]
         if ran <= 0:
             return None
-        passed = [end - start for start, end in zip(self._system, _times(), strict=True)]
-        busy = sum(passed) - passed[_IDLE] - passed[_IOWAIT]
-        stolen = passed[_STEAL] / busy if busy > 0 else 0.0
+        elapsed = [end - start for start, end in zip(self._system, _times(), strict=True)]
+        busy = sum(elapsed) - elapsed[_IDLE] - elapsed[_IOWAIT]
+        stolen = elapsed[_STEAL] / busy if busy > 0 else 0.0
         return ran / (ran + max(0, waited)) * (1 - stolen)
 
 

@@ -98,11 +98,11 @@ class Team:
         self,
         kind: str,
         workers: int,
-        share: int,
+        threads_each: int,
         work: Callable[[Part], Result],
         items: Sequence[Part],
     ) -> list[Result]:
-        """Return ``work(item)`` for all parts, in order, on ``workers`` threads with ``share`` torch threads each.
+        """Return ``work(item)`` for all items, in order, on ``workers`` threads with ``threads_each`` torch threads.
 
         The calling thread is one of them. Pools are reused by ``kind`` and size. After an error no further part is
         started, and the error of the first failed part is raised.
@@ -117,7 +117,7 @@ class Team:
         results: dict[int, Result] = {}
 
         def work_through() -> None:
-            torch.set_num_threads(share)
+            torch.set_num_threads(threads_each)
             with torch.inference_mode(inference):
                 while True:
                     try:
@@ -169,7 +169,7 @@ def reproducible() -> Iterator[None]:
 def run_parallel(
     work: Callable[[Part], Result], items: Sequence[Part], workers: int | None = None
 ) -> list[Result]:
-    """Return ``work(item)`` for all parts in order, at most ``workers`` at a time, sharing the run's threads evenly.
+    """Return ``work(item)`` for all items in order, at most ``workers`` at a time, sharing the run's threads evenly.
 
     Outside of `reproducible` parts run one after the other. They must be independent and must not call this function.
     Between two calls, torch is best left on one thread: its own threads keep spinning for a while when idle.

@@ -179,8 +179,8 @@ class ScaleSearch:
         """Fit a scale to a candidate's codes and keep it where its error is smaller; return where that is (bool)."""
         products = self.sum_over_group(torch.mul(codes, self.weighted_groups, out=self._buffer))
         squares = torch.mul(codes, codes, out=self._buffer).mul_(self.importance)
-        fit = torch.nan_to_num(products / self.sum_over_group(squares), 0.0, 0.0, 0.0)
-        fitted = self.round_to_stored(fit)
+        exact_scales = torch.nan_to_num(products / self.sum_over_group(squares), 0.0, 0.0, 0.0)
+        fitted = self.round_to_stored(exact_scales)
         scale = fitted.float()
         error = self._measure_error(codes, scale)
         # The error of an infinite scale is NaN, hence not smaller.

@@ -511,8 +511,8 @@ def exclusion_note(excluded: Mapping[str, str]) -> str:
     if not excluded:
         return ""
     name, reason = next(iter(excluded.items()))
-    more = f" (and {len(excluded) - 1} more)" if len(excluded) > 1 else ""
-    return f"; {name} is none: {reason}{more}"
+    more_suffix = f" (and {len(excluded) - 1} more)" if len(excluded) > 1 else ""
+    return f"; {name} is none: {reason}{more_suffix}"
 
 
 # ---- the knapsack

@@ -450,8 +450,8 @@ def _with_quantized_embedding(
     )
     if not counts:
         return partial_plan
-    common = counts.most_common(1)[0][0]
-    embedding_recipe = Recipe(scheme=str(common), embedding=recipe.embedding)
+    common_scheme = counts.most_common(1)[0][0]
+    embedding_recipe = Recipe(scheme=str(common_scheme), embedding=recipe.embedding)
     schemes = LayerSchemes(target, embedding_recipe, checkpoint.dtype, tied=model_layout.tied)
     chooser = SchemeChooser(embedding_recipe, model_layout.tensors, schemes, join_linears=False)
     plans = {tensor.name: tensor for tensor in partial_plan.tensors}
@@ -494,26 +494,28 @@ def _plan_layer(
             Compatibility(Verdict.DEPENDS_ON_VALUES, "decoded weights"),
             transposed,
         )
-    fit, target_scheme = layer_scheme_in_format(
+    compatibility, target_scheme = layer_scheme_in_format(
         layout.scheme, layout.shape, target, checkpoint.dtype
     )
-    if _is_decoded(checkpoint, layout, (fit, target_scheme), target):
+    if _is_decoded(checkpoint, layout, (compatibility, target_scheme), target):
         return ConvertedLayer(layout, None, Compatibility(Verdict.DEPENDS_ON_VALUES), transposed)
-    if fit.verdict is Verdict.IMPOSSIBLE:
+    if compatibility.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
-            f"{layout.module}: {layout.scheme} cannot be stored in {target.KEY}: {fit.reason}",
-            requantize_hint(checkpoint, target.KEY, fit.nearest),
+            f"{layout.module}: {layout.scheme} cannot be stored in {target.KEY}: {compatibility.reason}",
+            requantize_hint(checkpoint, target.KEY, compatibility.nearest),
             tensor=layout.module,
         )
     indexed = f"{layout.module}{source.INFO.group_index_suffix}" in layout.tensor_names
-    if indexed and layout.act_order is not False and fit.verdict is Verdict.EXACT:
-        fit = Compatibility(Verdict.DEPENDS_ON_VALUES, "an index says the group of each column")
+    if indexed and layout.act_order is not False and compatibility.verdict is Verdict.EXACT:
+        compatibility = Compatibility(
+            Verdict.DEPENDS_ON_VALUES, "an index says the group of each column"
+        )
     same_groups = target_scheme.weight.granularity == layout.scheme.weight.granularity
     scattered = indexed and layout.act_order is True and same_groups
     return ConvertedLayer(
         layout,
         target_scheme,
-        fit,
+        compatibility,
         transposed,
         scattered and stores_group_index(layout, target_scheme, target),
     )
@@ -538,15 +540,15 @@ def _is_decoded(
     target: Format,
 ) -> bool:
     """Return whether an embedding or head is decoded because the target cannot hold it quantized."""
-    fit, scheme = converted
+    compatibility, scheme = converted
     head = head_module(checkpoint.config)
     if layout.module != head and layout.module.rpartition(".")[2] not in EMBEDDING_MODULES:
         return False
     if target.KEY == GGUF or is_draft(checkpoint.config):
         return False
-    if fit.verdict is not Verdict.IMPOSSIBLE:
-        fit = target.check_model({layout.module: (scheme, layout.shape)})
-    return fit.verdict is Verdict.IMPOSSIBLE
+    if compatibility.verdict is not Verdict.IMPOSSIBLE:
+        compatibility = target.check_model({layout.module: (scheme, layout.shape)})
+    return compatibility.verdict is Verdict.IMPOSSIBLE
 
 
 def _with_common_group_size(

@@ -50,8 +50,8 @@ class Coverage:
 
 def _names_with_sizes(sizes: Mapping[str, int]) -> str:
     names = [f"{name} ({nbytes:,} bytes)" for name, nbytes in list(sizes.items())[:_MAX_NAMES]]
-    more = [f"{len(sizes) - _MAX_NAMES} more"] if len(sizes) > _MAX_NAMES else []
-    return ", ".join([*names, *more])
+    more_text = [f"{len(sizes) - _MAX_NAMES} more"] if len(sizes) > _MAX_NAMES else []
+    return ", ".join([*names, *more_text])
 
 
 def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
@@ -79,9 +79,12 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
             kept_bytes[name] = kept_bytes.get(name, 0) + tensor.output_bytes
     sparse = sum(math.prod(tensor.shape) for tensor in inside if tensor.sparse)
-    share = quantized / total if total else 1.0
+    quantized_share = quantized / total if total else 1.0
     return Coverage(
-        share, _largest_first(kept_bytes), _largest_first(towers), sparse / total if total else 0.0
+        quantized_share,
+        _largest_first(kept_bytes),
+        _largest_first(towers),
+        sparse / total if total else 0.0,
     )
 
 

@@ -74,10 +74,10 @@ def choose_embedding(
         The recipe with that scheme, or ``recipe`` itself; its plan; and a note.
     """
     outer_share = _outer_bytes(partial_plan, model_layout) / max(nbytes, 1)
-    share = f"embedding and head: {outer_share:.0%} of the bytes"
+    share_text = f"embedding and head: {outer_share:.0%} of the bytes"
     quantized = any(item.scheme for item in partial_plan.tensors)
     if outer_share <= LARGE_SHARE or recipe.embedding or model_layout.draft_kind or not quantized:
-        return recipe, partial_plan, Note(share, NoteKind.EMBEDDING)
+        return recipe, partial_plan, Note(share_text, NoteKind.EMBEDDING)
     loading_engines = {
         verdict.engine for verdict in partial_plan.engines if verdict.loads is not False
     }
@@ -95,20 +95,21 @@ def choose_embedding(
             engines = ", ".join(sorted(missing))
             alternative = alternative or (scheme, f"{saved}, but then {engines} would not load it")
         elif few_bits:
-            reason = f"{share} without it, {saved}; --embedding keep leaves it"
+            reason = f"{share_text} without it, {saved}; --embedding keep leaves it"
             return smaller_recipe, smaller_plan, choice(f"--embedding {scheme}: {reason}")
         else:
             return (
                 recipe,
                 partial_plan,
-                Note(f"{share}; --embedding {scheme} takes {saved}", NoteKind.EMBEDDING),
+                Note(f"{share_text}; --embedding {scheme} takes {saved}", NoteKind.EMBEDDING),
             )
     if alternative:
         return (
             recipe,
             partial_plan,
             Note(
-                f"{share}; --embedding {alternative[0]} takes {alternative[1]}", NoteKind.EMBEDDING
+                f"{share_text}; --embedding {alternative[0]} takes {alternative[1]}",
+                NoteKind.EMBEDDING,
             ),
         )
     unties = model_layout.tied and not form.INFO.quantizes_tied_embedding
@@ -117,7 +118,8 @@ def choose_embedding(
         recipe,
         partial_plan,
         Note(
-            f"{share}; no --embedding makes {form.KEY} files smaller{tied_note}", NoteKind.EMBEDDING
+            f"{share_text}; no --embedding makes {form.KEY} files smaller{tied_note}",
+            NoteKind.EMBEDDING,
         ),
     )
 

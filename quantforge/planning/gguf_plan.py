@@ -200,12 +200,14 @@ def plan_gguf_export(
 
 def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
     hyper_parameters = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
-    written, sizes = _written_tensors(model_layout), hyper_parameters.dimensions
-    named = gguf_names(hyper_parameters.family, sizes.layers, [tensor.name for tensor in written])
+    written_tensors, sizes = _written_tensors(model_layout), hyper_parameters.dimensions
+    named = gguf_names(
+        hyper_parameters.family, sizes.layers, [tensor.name for tensor in written_tensors]
+    )
     shape = mixture.ModelShape(
         sizes.layers, sizes.heads, sizes.kv_heads, hyper_parameters.experts, observed
     )
-    return _Contents(checkpoint, model_layout, written, named, hyper_parameters, shape)
+    return _Contents(checkpoint, model_layout, written_tensors, named, hyper_parameters, shape)
 
 
 def _plan_file(
@@ -221,12 +223,16 @@ def _plan_file(
         contents.model_layout,
         contents.parameters,
     )
-    written, named, family = contents.written, contents.named, contents.parameters.family
+    written_tensors, named, family = contents.written, contents.named, contents.parameters.family
     chooser = SchemeChooser(
-        _without_tied_head(recipe, model_layout, written), written, types, join_linears=False
+        _without_tied_head(recipe, model_layout, written_tensors),
+        written_tensors,
+        types,
+        join_linears=False,
     )
     file_tensors = [
-        _file_tensor(item, named[item.name], chooser, family.squeezed_suffixes) for item in written
+        _file_tensor(item, named[item.name], chooser, family.squeezed_suffixes)
+        for item in written_tensors
     ]
     types.check(file_tensors)
     vocabulary_size = next(item.shape[0] for item in file_tensors if item.named.name == _EMBEDDING)
@@ -257,7 +263,7 @@ def _plan_file(
     return PartialGgufPlan(
         tensors=(
             *(_tensor_plan(item, hyper_parameters) for item in file_tensors),
-            *_dropped_tensors(model_layout, written, tower),
+            *_dropped_tensors(model_layout, written_tensors, tower),
         ),
         engines=layer_verdicts(gguf.INFO.engines, ()),
         label=label,
@@ -297,8 +303,8 @@ def _tower_notes(checkpoint: Checkpoint, tower: ProjectorFile | None) -> tuple[s
     """Return notes on the model's towers, which the file does not hold."""
     if tower is not None:
         return (f"{LANGUAGE_ONLY}; {OPTION} writes that of pictures, {size(tower.plan.size)}",)
-    written = f", {OPTION} writes that of pictures" if has_projector(checkpoint.config) else ""
-    return (LANGUAGE_ONLY + written,)
+    option_text = f", {OPTION} writes that of pictures" if has_projector(checkpoint.config) else ""
+    return (LANGUAGE_ONLY + option_text,)
 
 
 def _file_vocabulary(
@@ -326,11 +332,11 @@ def _model_name(checkpoint: Checkpoint) -> str:
 
 def _written_tensors(model_layout: ModelLayout) -> list[MatchedTensor]:
     """Return the tensors that the file holds: those of the language model, a tied head only once."""
-    written = [tensor for tensor in model_layout.tensors if tensor.role is not Role.FOREIGN]
+    tensors = [tensor for tensor in model_layout.tensors if tensor.role is not Role.FOREIGN]
     if model_layout.stores_tied_head and model_layout.architecture is not None:
         head = f"{model_layout.architecture.head}.weight"
-        written = [tensor for tensor in written if tensor.name != head]
-    return written
+        tensors = [tensor for tensor in tensors if tensor.name != head]
+    return tensors
 
 
 def _dropped_tensors(
@@ -361,14 +367,14 @@ def _drop_reason(tensor: MatchedTensor) -> str:
 
 
 def _without_tied_head(
-    recipe: Recipe, model_layout: ModelLayout, written: Sequence[MatchedTensor]
+    recipe: Recipe, model_layout: ModelLayout, written_tensors: Sequence[MatchedTensor]
 ) -> Recipe:
     """Return the recipe for a file in which a tied head and the embedding are one tensor.
 
     Raises:
         InputError: the head and the embedding are to get different schemes.
     """
-    if not model_layout.tied or any(tensor.role is Role.HEAD for tensor in written):
+    if not model_layout.tied or any(tensor.role is Role.HEAD for tensor in written_tensors):
         return recipe
     if recipe.lm_head not in {KEEP, recipe.embedding}:
         raise InputError(
@@ -445,12 +451,12 @@ class FileTypes(FormatSchemes[str]):
     def fit_to_shape(self, tensor: MatchedTensor, file_type: str) -> FittedScheme[str]:
         """Return the type, or the one that llama.cpp substitutes if its block size does not divide the rows."""
         shape = file_shape(tensor)
-        fitting = mixture.fitting_type(file_type, shape[-1])
-        if fitting == file_type:
+        fitting_type = mixture.fitting_type(file_type, shape[-1])
+        if fitting_type == file_type:
             return FittedScheme(file_type)
-        nbytes = TYPES[fitting].row_bytes(shape[-1]) * math.prod(shape[:-1])
+        nbytes = TYPES[fitting_type].row_bytes(shape[-1]) * math.prod(shape[:-1])
         reason = f"{shape[-1]} columns are no multiple of {TYPES[file_type].columns}"
-        return FittedScheme(fitting, f"{file_type} -> {fitting}, {nbytes} bytes", reason)
+        return FittedScheme(fitting_type, f"{file_type} -> {fitting_type}, {nbytes} bytes", reason)
 
     def unquantized_fallback(
         self, tensor: MatchedTensor, file_type: str

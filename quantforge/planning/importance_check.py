@@ -136,5 +136,5 @@ def _file_names(tensors: Sequence[TensorPlan], named: Mapping[str, GgufName]) ->
 
 
 def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    more_suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more_suffix

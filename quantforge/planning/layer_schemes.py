@@ -92,8 +92,8 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
     def _has_group(self, layer: LayerScheme, tensor: MatchedTensor) -> bool:
         """Return whether a matrix can have groups of the requested size or smaller."""
         return any(
-            _group(candidate.weight) and fit.verdict is not Verdict.IMPOSSIBLE
-            for candidate, fit in self._candidate_fits(layer, _matrix(tensor))
+            _group(candidate.weight) and compatibility.verdict is not Verdict.IMPOSSIBLE
+            for candidate, compatibility in self._candidate_fits(layer, _matrix(tensor))
         )
 
     def from_request(self, tensor: MatchedTensor, request: RequestedScheme) -> LayerScheme | None:
@@ -139,11 +139,11 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
         matrix = _matrix(tensor)
         self._requested_shapes.setdefault(layer, []).append(matrix)
         reason = ""
-        for candidate, fit in self._candidate_fits(layer, matrix):
-            if fit.verdict is not Verdict.IMPOSSIBLE:
+        for candidate, compatibility in self._candidate_fits(layer, matrix):
+            if compatibility.verdict is not Verdict.IMPOSSIBLE:
                 change = f"{layer.weight} -> {candidate.weight}" if reason else ""
                 return FittedScheme(candidate, change, reason)
-            reason = reason or fit.reason
+            reason = reason or compatibility.reason
         other_formats = formats_holding(layer, matrix, self._model_dtype)
         any_shape_fit = self._fit_for_any_shape(layer, matrix)
         if any_shape_fit.verdict is Verdict.IMPOSSIBLE:  # in every shape
@@ -183,14 +183,20 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
 
         def count_fitting(size: int) -> int:
             scheme = replace(layer.weight.with_scale(self._scale_type), granularity=PerGroup(size))
-            fits = (self._check(scheme, layer.input, matrix).verdict for matrix in matrices)
-            return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
+            group_verdicts = (
+                self._check(scheme, layer.input, matrix).verdict for matrix in matrices
+            )
+            return sum(verdict is not Verdict.IMPOSSIBLE for verdict in group_verdicts)
 
         counts = {size: count_fitting(size) for size in COMMON_GROUP_SIZES}
         max_count = max(counts.values())
-        fitting = [f"g{size}" for size, count in counts.items() if max_count and count == max_count]
+        fitting_groups = [
+            f"g{size}" for size, count in counts.items() if max_count and count == max_count
+        ]
         return (
-            f"groups that fit: {', '.join(fitting)}" if fitting else "one scale for each row: row"
+            f"groups that fit: {', '.join(fitting_groups)}"
+            if fitting_groups
+            else "one scale for each row: row"
         )
 
     def unquantized_fallback(
@@ -200,10 +206,12 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
         if layer is None or tensor.header.dtype not in QUANTIZABLE or len(tensor.header.shape) != 2:
             return None
         rows, columns = _matrix(tensor)
-        fits = [fit for _, fit in self._candidate_fits(layer, (rows, columns))]
+        candidate_fits = [
+            compatibility for _, compatibility in self._candidate_fits(layer, (rows, columns))
+        ]
         scheme = layer.weight.with_scale(self._scale_type)
         if (
-            any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
+            any(compatibility.verdict is not Verdict.IMPOSSIBLE for compatibility in candidate_fits)
             or self._fit_for_any_shape(layer, (rows, columns)).verdict is Verdict.IMPOSSIBLE
         ):
             return None
@@ -215,7 +223,7 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
         text = f"{row_scheme.grid}:{row_scheme.granularity}:{row_scheme.zero}"
         hint = f"; --scheme {text} holds it, with one scale for each row of all"
         return FittedScheme(
-            None, f"{layer.weight} -> kept", fits[0].reason + (hint if row_fits else "")
+            None, f"{layer.weight} -> kept", candidate_fits[0].reason + (hint if row_fits else "")
         )
 
     def _fit_for_any_shape(self, layer: LayerScheme, matrix: tuple[int, int]) -> Compatibility:
@@ -248,9 +256,11 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
         widths: Widths,
     ) -> Compatibility:
         """Judge whether a matrix can have a scheme, and so can all matrices that have to share its group size."""
-        fit, size = self._check(scheme, activation, matrix), _group(scheme)
-        if fit.verdict is Verdict.IMPOSSIBLE or not (undivided := _undivided(size, widths)):
-            return fit
+        compatibility, size = self._check(scheme, activation, matrix), _group(scheme)
+        if compatibility.verdict is Verdict.IMPOSSIBLE or not (
+            undivided := _undivided(size, widths)
+        ):
+            return compatibility
         columns, names = next(iter(undivided.items()))
         reason = (
             f"one group size for the whole model in {self._format.KEY}, and {columns} input columns"

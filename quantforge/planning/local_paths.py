@@ -76,8 +76,8 @@ def _strip_adapter_path(
 
 def shared_adapter_path(options: Iterable[AdapterOptions]) -> Path | None:
     """Return the path of the adapter that all recipes use, or None if they do not share one."""
-    source, *others = {adapter.source for adapter in options}
-    return Path(source) if source and not others else None
+    source, *other_sources = {adapter.source for adapter in options}
+    return Path(source) if source and not other_sources else None
 
 
 def adapter_hint(options: AdapterOptions) -> str:
@@ -119,9 +119,9 @@ def _required_files_hint(options: CalibrationOptions) -> str:
     return f"--calibration '{options.source}', with the paths of its files here: SHA-256 {digests}"
 
 
-def _content_mismatch(what: str, options: CalibrationOptions) -> IntegrityError:
+def _content_mismatch(subject: str, options: CalibrationOptions) -> IntegrityError:
     return IntegrityError(
-        f"{what}: not the content that the recipe states", _required_files_hint(options)
+        f"{subject}: not the content that the recipe states", _required_files_hint(options)
     )
 
 

@@ -157,11 +157,11 @@ def _with_transposed_storage(file_format: Format, tensors: list[TensorPlan]) -> 
 def _check_mixture(
     file_format: Format, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
 ) -> None:
-    fit = file_format.check_model(layers)
-    if fit.verdict is Verdict.IMPOSSIBLE:
+    compatibility = file_format.check_model(layers)
+    if compatibility.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
-            f"{file_format.KEY} cannot hold this mixture: {fit.reason}",
-            fit.nearest or "use one scheme, or --format compressed-tensors",
+            f"{file_format.KEY} cannot hold this mixture: {compatibility.reason}",
+            compatibility.nearest or "use one scheme, or --format compressed-tensors",
         )
 
 

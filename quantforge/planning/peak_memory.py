@@ -116,7 +116,7 @@ class RunSizes:
 def peak_bytes(model_layout: ModelLayout, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
     """Predict the peak memory of a run in bytes above its imports."""
     streamed = bool(run.needs) and model_layout.dimensions is not None
-    groups = group_by_shared_input(tensors, together=streamed)
+    groups = group_by_shared_input(tensors, joined=streamed)
     phases: list[float] = [_largest_copied_tensor(tensors)]
     if run.needs and run.calibration.writes_own_text:
         phases.append(whole_model_bytes(model_layout))
@@ -165,13 +165,13 @@ def whole_model_bytes(model_layout: ModelLayout) -> int:
 
 
 def group_by_shared_input(
-    tensors: Iterable[TensorPlan], *, together: bool
+    tensors: Iterable[TensorPlan], *, joined: bool
 ) -> dict[tuple[int, str], list[TensorPlan]]:
-    """Group quantized tensors that are rounded together, by block and shared input (each alone if not ``together``)."""
+    """Group quantized tensors that are rounded together, by block and shared input (each alone if not ``joined``)."""
     groups: dict[tuple[int, str], list[TensorPlan]] = {}
     for tensor in tensors:
         if tensor.action is Action.QUANTIZE or tensor.sparse:
-            key = tensor.shared if together and tensor.shared else tensor.name
+            key = tensor.shared if joined and tensor.shared else tensor.name
             groups.setdefault((tensor.block, key), []).append(tensor)
     return groups
 
@@ -317,8 +317,8 @@ def _block_bytes(model_layout: ModelLayout) -> int:
             key = tensor.block, tensor.expert
             experts[key] = experts.get(key, 0) + size
         else:
-            share = tensor.header.shape[0] if _is_stack(model_layout, tensor) else 1
-            dense[tensor.block] = dense.get(tensor.block, 0) + size // share
+            num_slices = tensor.header.shape[0] if _is_stack(model_layout, tensor) else 1
+            dense[tensor.block] = dense.get(tensor.block, 0) + size // num_slices
     largest_expert: dict[int, int] = {}
     for (block, _), size in experts.items():
         largest_expert[block] = max(largest_expert.get(block, 0), size)

@@ -189,9 +189,9 @@ def make_plan(
     peak = peak_bytes(model_layout, tensors, run)
     _check_smaller(checkpoint, tensors)
     source_bytes = sum(file.stat().st_size for file in checkpoint.original.shards)
-    written = total_file_bytes(files) + (tower.plan.size if tower else 0)
+    written_bytes = total_file_bytes(files) + (tower.plan.size if tower else 0)
     work = run_work(
-        model_layout, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes
+        model_layout, tensors, run, recipe.rounding, (source_bytes, written_bytes), guide_bytes
     )
     if measured:
         work = with_measuring(work, tensors, run.rows, measured)
@@ -320,14 +320,14 @@ def vision_tower_file(checkpoint: Checkpoint, file_format: Format) -> ProjectorF
 
 
 def _match_with_declarations(
-    checkpoint: Checkpoint, model_layout: ModelLayout, what: str
+    checkpoint: Checkpoint, model_layout: ModelLayout, feature: str
 ) -> ModelLayout:
     """Return the model model_layout with declarations of its family, which are derived if there are none.
 
     Args:
         checkpoint: the model.
         model_layout: the model as model_layout so far.
-        what: what needs the declarations, as in ``--method WHAT``.
+        feature: what needs the declarations, as in ``--method WHAT``.
 
     Raises:
         InputError: they cannot be derived; the message says why.
@@ -335,11 +335,11 @@ def _match_with_declarations(
     if model_layout.architecture is not None:
         return model_layout
     if model_layout.draft_kind:
-        raise needs_architecture(model_layout, what)
+        raise needs_architecture(model_layout, feature)
     try:
         return match_by_derivation(checkpoint)
     except (InputError, RefusedError) as error:
-        raise needs_architecture(model_layout, what, error.message) from error
+        raise needs_architecture(model_layout, feature, error.message) from error
 
 
 def match_by_derivation(checkpoint: Checkpoint) -> ModelLayout:

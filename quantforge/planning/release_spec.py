@@ -74,9 +74,9 @@ class QualityGates:
         """Return the names of the set limits that need a text to be scored."""
         return tuple(n for n in ("max_kl", "max_ppl_increase") if getattr(self, n) is not None)
 
-    def failed(self, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    def failed(self, metrics: Mapping[str, Any]) -> tuple[str, ...]:
         """Return messages on the limits that measured figures exceed; a figure that is not a number fails."""
-        rows = ((getattr(self, name), figures.get(key), text) for name, key, text in _GATES)
+        rows = ((getattr(self, name), metrics.get(key), text) for name, key, text in _GATES)
         return tuple(
             "not measured" if value is None else text.format(value, limit)
             for limit, value, text in rows
@@ -88,18 +88,18 @@ class QualityGates:
         for name, value in asdict(self).items():
             if value is not None and not 0 <= value < float("inf"):
                 raise InputError(f"{origin}: {name} = {value}: no limit", "a number from 0 on")
-        share = self.max_ppl_increase
-        if share is not None and share >= 1:
+        max_increase = self.max_ppl_increase
+        if max_increase is not None and max_increase >= 1:
             raise InputError(
-                f"{origin}: max_ppl_increase = {share:g}: {share:g}% or {share:.0%}?",
-                f"a share below 1: {share / 100:g} is {share:g}%",
+                f"{origin}: max_ppl_increase = {max_increase:g}: {max_increase:g}% or {max_increase:.0%}?",
+                f"a share below 1: {max_increase / 100:g} is {max_increase:g}%",
             )
         return self
 
-    def over(self, others: QualityGates) -> QualityGates:
-        """Return these gates, completed by ``others`` where these set no limit."""
+    def over(self, defaults: QualityGates) -> QualityGates:
+        """Return these gates, completed by ``defaults`` where these set no limit."""
         set_gates = {name: value for name, value in asdict(self).items() if value is not None}
-        return replace(others, **set_gates)
+        return replace(defaults, **set_gates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +340,9 @@ def _check_keys(table: Mapping[str, Any], origin: str) -> None:
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:
     """Refuse variant names that occur twice, ignoring case: some file systems do."""
     counted = Counter(variant.name.lower() for variant in variants)
-    twice = sorted(name for name, times in counted.items() if times > 1)
-    if twice:
+    duplicate_names = sorted(name for name, times in counted.items() if times > 1)
+    if duplicate_names:
         raise InputError(
-            f"{origin}: several variants are called {', '.join(twice)}", "give each its own name"
+            f"{origin}: several variants are called {', '.join(duplicate_names)}",
+            "give each its own name",
         )

@@ -86,15 +86,15 @@ def run_work(
     """
     streamed = bool(run.needs) and model_layout.dimensions is not None
     routed = run.calibration.expert_tokens == "routed"
-    share = expert_share(model_layout, tensors) if routed else 1.0
+    token_share = expert_share(model_layout, tensors) if routed else 1.0
     counts = dict.fromkeys(("pass", "observe", "search", "round"), 0.0)
-    for group in group_by_shared_input(tensors, together=streamed).values():
+    for group in group_by_shared_input(tensors, joined=streamed).values():
         if streamed and group[0].block >= 0:
-            counts["observe"] += _observe_operations(group, model_layout, run, share)
+            counts["observe"] += _observe_operations(group, model_layout, run, token_share)
             counts["search"] += _search_operations(group, run, rounding)
         counts["round"] += _rounding_operations(group, run, rounding)
     if streamed:
-        counts["pass"] = _pass_operations(tensors, model_layout, run, share)
+        counts["pass"] = _pass_operations(tensors, model_layout, run, token_share)
     counts["round"] += ROUND_COST * sum(
         math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
     )
@@ -145,20 +145,21 @@ def states_bytes(model_layout: ModelLayout, run: RunSizes) -> int:
     return copy_bytes * (state_copies(model_layout) + bool(run.tune))
 
 
-def _tokens_seen(tensor: TensorPlan, run: RunSizes, share: float) -> float:
-    """Return how many calibration tokens a matrix processes; ``share`` of them if it belongs to an expert."""
-    return run.rows * run.length * (share if tensor.expert >= 0 else 1.0)
+def _tokens_seen(tensor: TensorPlan, run: RunSizes, token_share: float) -> float:
+    """Return how many calibration tokens a matrix processes; ``token_share`` of them if it belongs to an expert."""
+    return run.rows * run.length * (token_share if tensor.expert >= 0 else 1.0)
 
 
 def _pass_operations(
-    tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes, share: float
+    tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes, token_share: float
 ) -> float:
     """Return the operations of all passes through all blocks."""
     sizes = model_layout.dimensions
     assert sizes is not None
     block_tensors = [tensor for tensor in tensors if tensor.block >= 0]
     weights = sum(
-        2 * math.prod(tensor.shape) * _tokens_seen(tensor, run, share) for tensor in block_tensors
+        2 * math.prod(tensor.shape) * _tokens_seen(tensor, run, token_share)
+        for tensor in block_tensors
     )
     tokens = run.rows * run.length
     token_operations = ATTENTION_COST * run.length * sizes.q + ACTIVATION_COST * (
@@ -171,7 +172,7 @@ def _pass_operations(
 
 
 def _observe_operations(
-    group: list[TensorPlan], model_layout: ModelLayout, run: RunSizes, share: float
+    group: list[TensorPlan], model_layout: ModelLayout, run: RunSizes, token_share: float
 ) -> float:
     """Return the operations for the statistics of one shared input."""
     expert_transform = group[0].expert >= 0 and bool(
@@ -179,7 +180,7 @@ def _observe_operations(
     )  # transforms use an expert's own statistics
     if Statistic.HESSIAN not in run.needs and not expert_transform:
         return 0.0
-    columns, seen = group[0].matrix[1], _tokens_seen(group[0], run, share)
+    columns, seen = group[0].matrix[1], _tokens_seen(group[0], run, token_share)
     sizes = model_layout.dimensions
     if group[0].expert < 0 or sizes is None or columns == sizes.hidden:
         return 2 * seen * columns**2

@@ -136,8 +136,8 @@ def _never_quantized_names(pattern: str, tensors: Sequence[MatchedTensor]) -> li
 
 
 def _first_and_count(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"
+    more_suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more_suffix}"
 
 
 def matches(pattern: str, tensor: MatchedTensor) -> bool:
@@ -284,10 +284,10 @@ class SchemeChooser(Generic[AnyScheme]):
             fallback = self._schemes.unquantized_fallback(other, chosen.scheme)
             if fallback is not None:
                 tensor_prefix = "" if other is tensor else f"{other.header.name}: "
-                share = math.prod(tensor.header.shape) / self._linear_weights
+                weight_share = math.prod(tensor.header.shape) / self._linear_weights
                 return replace(
                     fallback,
-                    reason=f"{tensor_prefix}{fallback.reason} ({share:.2%} of its linears)",
+                    reason=f"{tensor_prefix}{fallback.reason} ({weight_share:.2%} of its linears)",
                 )
         return None
 

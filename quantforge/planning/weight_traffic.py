@@ -74,11 +74,11 @@ def weight_traffic(plan: Plan, model_layout: ModelLayout) -> WeightTraffic:
         )
         if len(tensor.shape) >= _MATRIX_RANK and (model_layout.tied or not is_embedding):
             counts[1] += math.prod(tensor.shape)
-    share = expert_share(model_layout, tensors)
+    read_share = expert_share(model_layout, tensors)
     total_bytes = sum(tensor.output_bytes for tensor in tensors)
     inputs = {tensor.header.name: tensor.shared_input for tensor in model_layout.tensors}
     widest = _widest_activation(tensors, inputs, count, routed_to)
-    return WeightTraffic(total_bytes, dense[0], dense[1], routed[0], routed[1], share, widest)
+    return WeightTraffic(total_bytes, dense[0], dense[1], routed[0], routed[1], read_share, widest)
 
 
 def expert_share(model_layout: ModelLayout, tensors: Iterable[TensorPlan]) -> float:
@@ -137,9 +137,9 @@ def _widest_activation(
         stacked = len(tensor.shape) == _STACK_RANK
         if tensor.block < 0 or not (len(tensor.shape) == _MATRIX_RANK or (stacked and expert)):
             continue
-        out, read = tensor.shape[-2:] if stacked else tensor.matrix
+        out_features, in_features = tensor.shape[-2:] if stacked else tensor.matrix
         times = max(1, chosen) if expert else 1
         width = widths.setdefault((tensor.block, inputs.get(tensor.name) or tensor.name), [0, 0])
-        width[0] = max(width[0], read * times)
-        width[1] += out * times
+        width[0] = max(width[0], in_features * times)
+        width[1] += out_features * times
     return max((sum(width) for width in widths.values()), default=0)

@@ -87,7 +87,7 @@ def apply(
         cannot be stored exactly; and per pair its ``family``, ``exponent`` and ``error`` (relative to the error without
         scaling).
     """
-    changed, events, figures = dict(statistics), [], {}
+    changed, events, metrics = dict(statistics), [], {}
     moments: dict[str, Tensor] = {}
     for shared in block.inputs:
         if shared.scale_fold is None or not any(name in layers for name in shared.linears):
@@ -101,12 +101,12 @@ def apply(
                 events.append(skipped)
                 continue
             changed[shared.key] = rescale_statistics(statistics[shared.key], search.scale)
-        figures[shared.key] = {
+        metrics[shared.key] = {
             "family": search.family,
             "exponent": search.exponent,
             "error": search.error,
         }
-    return TransformResult(changed, tuple(events), figures)
+    return TransformResult(changed, tuple(events), metrics)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,8 +332,8 @@ class OutputErrorEstimator:
     ) -> None:
         self._block = block
         self._module = block.module.get_submodule(shared.compared_module)
-        alone = shared.expert >= 0 and len(shared.linears) == 1
-        self._is_single_linear = alone or shared.linears == (shared.compared_module,)
+        is_expert_linear = shared.expert >= 0 and len(shared.linears) == 1
+        self._is_single_linear = is_expert_linear or shared.linears == (shared.compared_module,)
         self.weights = {name: block.weight(name).clone() for name in shared.linears}
         self.shares = dict.fromkeys(shared.linears, 1.0)
         self._calls: Sequence[Call] = ()

@@ -98,15 +98,19 @@ def _underflow_events(
         return ()
     columns = block.columns if block else weight.shape[1]
     runs = decoded.view(len(decoded), -1, columns)
-    lost = ~runs[..., :PREFIX_COLUMNS].any(2)
+    underflowed = ~runs[..., :PREFIX_COLUMNS].any(2)
     if tiny is not None:
-        lost &= tiny
-    if bool(lost.any()):  # only rows with leading zeros are examined completely
-        lost[lost.clone()] = weight.view(runs.shape)[lost].any(1) & ~runs[lost].any(1)
-    if not bool(lost.any()):
+        underflowed &= tiny
+    if bool(underflowed.any()):  # only rows with leading zeros are examined completely
+        underflowed[underflowed.clone()] = weight.view(runs.shape)[underflowed].any(1) & ~runs[
+            underflowed
+        ].any(1)
+    if not bool(underflowed.any()):
         return ()
-    what = f"{int(lost.sum())} {'blocks' if block else 'rows'} are below {tensor.scheme.scale}"
-    return (Event("scale-clamped", name, f"{what} and decode to 0"),)
+    message = (
+        f"{int(underflowed.sum())} {'blocks' if block else 'rows'} are below {tensor.scheme.scale}"
+    )
+    return (Event("scale-clamped", name, f"{message} and decode to 0"),)
 
 
 def _dominated_group_events(
@@ -126,13 +130,13 @@ def _dominated_group_events(
         DOMINANCE_RATIO / size**0.5, MAX_DOMINANCE_SHARE
     )
     groups, values = groups[is_dominated], decoded.view(len(weight), -1, size)[is_dominated]
-    others = torch.ones_like(groups).scatter_(1, groups.abs().argmax(1, keepdim=True), 0)
-    groups, errors = groups * others, (values - groups) * others
-    lost = errors.square().sum(1) > LOST_SIGNAL_SHARE * groups.square().sum(1)
-    if not bool(lost.any()):
+    mask = torch.ones_like(groups).scatter_(1, groups.abs().argmax(1, keepdim=True), 0)
+    groups, errors = groups * mask, (values - groups) * mask
+    loses_signal = errors.square().sum(1) > LOST_SIGNAL_SHARE * groups.square().sum(1)
+    if not bool(loses_signal.any()):
         return ()
-    what = (
-        f"{int(lost.sum())} groups of {size} hold a weight beside which the others are lost:"
+    message = (
+        f"{int(loses_signal.sum())} groups of {size} hold a weight beside which the others are lost:"
         " smaller groups or more bits keep them"
     )
-    return (Event("group-outlier", name, what),)
+    return (Event("group-outlier", name, message),)

@@ -69,11 +69,11 @@ def prepare(source: Checkpoint) -> Checkpoint:
     base = model_layout.by_name[embedding].header
     duplicate = stored[head] if model_layout.stores_tied_head else ""
     computed[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
-    added = {head: replace(source.entries[base.name], name=head)}
+    new_entries = {head: replace(source.entries[base.name], name=head)}
     description += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
     config = untie_config(source.config)
     return with_computed_tensors(
-        source, computed, config=config, new_entries=added, facts={ROTATION: description}
+        source, computed, config=config, new_entries=new_entries, facts={ROTATION: description}
     )
 
 

@@ -94,9 +94,11 @@ def quantize_matrices(
         for name, weight in matrices.items():
             rows = slice(stop, stop + len(weight))
             stop = rows.stop
-            mine = parameters if len(members) == 1 else slice_parameters(parameters, rows)
-            codes = encode_with_importance(weight, mine, scheme, floor)
-            quantized[name] = QuantizedTensor(codes, mine, scheme)
+            matrix_parameters = (
+                parameters if len(members) == 1 else slice_parameters(parameters, rows)
+            )
+            codes = encode_with_importance(weight, matrix_parameters, scheme, floor)
+            quantized[name] = QuantizedTensor(codes, matrix_parameters, scheme)
     return {name: quantized[name] for name in weights}
 
 

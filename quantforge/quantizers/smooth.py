@@ -71,7 +71,7 @@ def apply(
         The statistics of the changed block; a ``scale-fold-skipped`` event for each pair that could not be stored; and
         per pair its ``strength`` (-1: unchanged) and ``error`` (relative to the error without smoothing).
     """
-    changed, events, figures = dict(statistics), [], {}
+    changed, events, metrics = dict(statistics), [], {}
     for shared in block.inputs:
         readers = [name for name in shared.linears if name in layers]
         if shared.scale_fold is None or not readers:
@@ -86,8 +86,8 @@ def apply(
                 continue
             changed[shared.key] = rescale_statistics(changed[shared.key], best.scale)
         strength = -1.0 if best.strength is None else best.strength
-        figures[shared.key] = {"strength": strength, "error": best.error}
-    return TransformResult(changed, tuple(events), figures)
+        metrics[shared.key] = {"strength": strength, "error": best.error}
+    return TransformResult(changed, tuple(events), metrics)
 
 
 class _StrengthSearch:

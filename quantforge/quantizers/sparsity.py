@@ -68,8 +68,10 @@ def sparsify(
             return {
                 name: _sparsegpt(weight, factor, sparsity) for name, weight in matrices.items()
             }, ()
-        why = "no damping makes the Hessian positive definite" if seen else "no activation was seen"
-        events = (Event("rtn-fallback", names, why),)
+        reason = (
+            "no damping makes the Hessian positive definite" if seen else "no activation was seen"
+        )
+        events = (Event("rtn-fallback", names, reason),)
         scale = hessian.diagonal().sqrt()
     sparse_weights = {}
     for name, weight in matrices.items():
@@ -84,15 +86,19 @@ def sparsity_figures(before: Tensor, after: Tensor, statistics: Statistics) -> d
 
     Independent of the number of threads.
     """
-    figures = {"sparsity": int((after == 0).sum()) / after.numel()}
+    metrics = {"sparsity": int((after == 0).sum()) / after.numel()}
     change = after - before
     if statistics.hessian is not None:
-        lost, total_energy = (total(matmul(m, statistics.hessian) * m) for m in (change, before))
+        lost_energy, total_energy = (
+            total(matmul(m, statistics.hessian) * m) for m in (change, before)
+        )
     elif statistics.squares is not None:
-        lost, total_energy = (total(m.square() * statistics.squares) for m in (change, before))
+        lost_energy, total_energy = (
+            total(m.square() * statistics.squares) for m in (change, before)
+        )
     else:
-        return figures
-    return figures | {"error": lost / total_energy if total_energy else 0.0}
+        return metrics
+    return metrics | {"error": lost_energy / total_energy if total_energy else 0.0}
 
 
 def _lowest_scores(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:
@@ -124,8 +130,8 @@ def _sparsegpt(weight: Tensor, factor: Factor, sparsity: Sparsity) -> Tensor:
         stop = min(start + step, columns)
         panel_targets = weight[:, start:stop]
         if start:
-            moved = matmul(error[:, :start], root[:start, start:stop])
-            panel_targets = panel_targets + moved / diagonal[start:stop]
+            offsets = matmul(error[:, :start], root[:start, start:stop])
+            panel_targets = panel_targets + offsets / diagonal[start:stop]
         if not sparsity.num_nonzero:
             count = sparsity.zeros(stop) - sparsity.zeros(start)
             zeroed[:, start:stop] = _lowest_scores(
@@ -149,6 +155,6 @@ def _targets(
     panel_targets: Tensor, error: Tensor, root: Tensor, start: int, first: int, last: int
 ) -> Tensor:
     """Return targets of columns in the panel at ``start``, given ``panel_targets`` after the preceding panels."""
-    moved = matmul(error[:, start:first], root[start:first, first:last])
+    offsets = matmul(error[:, start:first], root[start:first, first:last])
     strip_targets = panel_targets[:, first - start : last - start]
-    return strip_targets + moved / root.diagonal()[first:last]
+    return strip_targets + offsets / root.diagonal()[first:last]

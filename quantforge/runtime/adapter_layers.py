@@ -48,21 +48,21 @@ def add_adapter(loaded: Loaded, adapter: Adapter) -> Loaded:
     Raises:
         InputError: the model has no such linear, or one of another shape; or a value is not finite.
     """
-    added = 0
+    added_bytes = 0
     for module, change in adapter.changes.items():
         linear = _find_linear(loaded.model, module, change, adapter.path)
         a, b = (_load_factor(entry, loaded) for entry in (change.a, change.b))
         linear.register_forward_hook(_LowRankHook(a, b, change.scaling))
-        added += change.a.nbytes + change.b.nbytes
+        added_bytes += change.a.nbytes + change.b.nbytes
     ranks = "/".join(map(str, sorted({change.a.shape[0] for change in adapter.changes.values()})))
-    size = loaded.weight_bytes + added
+    size = loaded.weight_bytes + added_bytes
     return replace(
         loaded,
         scheme=f"{loaded.scheme} + rank {ranks}",
         bits_per_weight_total=loaded.bits_per_weight_total * size / loaded.weight_bytes,
         weight_bytes=size,
-        held_bytes=loaded.held_bytes + added,
-        read_bytes=loaded.read_bytes + added,
+        held_bytes=loaded.held_bytes + added_bytes,
+        read_bytes=loaded.read_bytes + added_bytes,
     )
 
 

@@ -357,21 +357,21 @@ class PagedCache(CacheRows):
         }
         return CacheView(self.layout, self.layers, self._scales, tables, self.max_tokens)
 
-    def copy_rows(self, parents: Sequence[int], same: int) -> None:
+    def copy_rows(self, parents: Sequence[int], shared_tokens: int) -> None:
         """Replace the entries of each sequence with a copy of its parent's, which has the same length.
 
         Args:
             parents: for each sequence, the index of the sequence to copy.
-            same: number of leading tokens that all sequences share, which are not copied.
+            shared_tokens: number of leading tokens that all sequences share, which are not copied.
         """
         assert not self.layout.rings
         rows = [row for row, parent in enumerate(parents) if row != parent]
-        pages = slice(same // PAGE_SIZE, -(-max(self._counts) // PAGE_SIZE))
-        to = self.table[rows, pages].long()
+        pages = slice(shared_tokens // PAGE_SIZE, -(-max(self._counts) // PAGE_SIZE))
+        target_pages = self.table[rows, pages].long()
         source = self.table[[parents[row] for row in rows], pages].long()
         for store in (store for pair in self.layers for store in pair):
             for raw_tensor in map(_as_bytes, store.tensors()):
-                raw_tensor[to] = raw_tensor[source]
+                raw_tensor[target_pages] = raw_tensor[source]
 
     def keep_tree_path(self, sequence: int, start: int, nodes: Sequence[int]) -> None:
         """Keep one path of a draft tree: move its entries to the slots after ``start`` and drop the rest of the tree.
@@ -384,11 +384,12 @@ class PagedCache(CacheRows):
         if [*nodes] != [*range(len(nodes))]:
             device = self.lengths.device
             source = torch.tensor(nodes, device=device) + start
-            to = torch.arange(start, start + len(nodes), device=device)
+            target_slots = torch.arange(start, start + len(nodes), device=device)
             for layer, stores in enumerate(self.layers):
                 table = self.table_of(layer)[sequence].long()
                 old, new = (
-                    table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in (source, to)
+                    table[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+                    for positions in (source, target_slots)
                 )
                 for flat in (_as_slots(tensor) for store in stores for tensor in store.tensors()):
                     flat[new] = flat[old]
@@ -400,11 +401,13 @@ class CacheView(CacheRows):
 
     def select(self, cache: PagedCache, sequences: Sequence[int]) -> None:
         """Select the sequences that the rows refer to; remaining rows repeat the last sequence."""
-        more = self.sequences - len(sequences)
-        at = torch.tensor([*sequences, *[sequences[-1]] * more], device=self.lengths.device)
+        num_padding = self.sequences - len(sequences)
+        indices = torch.tensor(
+            [*sequences, *[sequences[-1]] * num_padding], device=self.lengths.device
+        )
         for key, table in self.tables.items():
-            table.copy_(cache.tables[key][at])
-        self.lengths.copy_(cache.lengths[at])
+            table.copy_(cache.tables[key][indices])
+        self.lengths.copy_(cache.lengths[indices])
 
 
 def _expand_scales(

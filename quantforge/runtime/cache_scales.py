@@ -104,10 +104,10 @@ class _Chain:
         self._first, self._second = first, second
 
     def update(
-        self, keys: Tensor, values: Tensor, *rest: object, **named: object
+        self, keys: Tensor, values: Tensor, *args: object, **named: object
     ) -> tuple[Tensor, Tensor]:
         stored: tuple[Tensor, Tensor] = self._second.update(
-            *self._first.update(keys, values), *rest, **named
+            *self._first.update(keys, values), *args, **named
         )
         return stored
 
@@ -119,16 +119,16 @@ def read_cache_scales(
     checkpoint: Checkpoint,
     names: KVCacheScales,
     device: torch.device,
-    share: TensorParallelRank | None = None,
+    rank: TensorParallelRank | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read the KV cache scales of a checkpoint, by block; with ``share``, only those of the heads of this process.
+    """Read the KV cache scales of a checkpoint, by block; with ``rank``, only those of the heads of this process.
 
     Raises as `quantforge.formats.read_checks.require_positive` does.
     """
 
     def read(name: str) -> Tensor:
         scale = require_positive(name, checkpoint.read(name)).to(device)
-        return scale if share is None else share.slice_heads(scale)
+        return scale if rank is None else rank.slice_heads(scale)
 
     return {block: (read(keys), read(values)) for block, (keys, values) in names.names.items()}
 

@@ -261,7 +261,7 @@ def completion_options(max_tokens: int, options: dict[str, Any]) -> CompletionOp
         UsageError: a value is out of range, or another option makes it meaningless.
     """
     remaining = dict(options)
-    common = {
+    shared_options = {
         name: remaining.pop(name) for name in ("stop", "include_stop", "n") if name in remaining
     }
     beam_values = {name: remaining.pop(name) for name in BeamOptions.__slots__ if name in remaining}
@@ -270,5 +270,8 @@ def completion_options(max_tokens: int, options: dict[str, Any]) -> CompletionOp
         name = min(ignored)
         raise UsageError(f"{name} = {beam_values[name]}: without beams", "set beams, 2 or more")
     return CompletionOptions(
-        max_tokens, Sampling(**remaining), **common, beams=None if beams.beams == 1 else beams
+        max_tokens,
+        Sampling(**remaining),
+        **shared_options,
+        beams=None if beams.beams == 1 else beams,
     )

@@ -57,8 +57,8 @@ def to_kernel_weight(
     if tile_rows == 1:  # expand parameters that are shared by all rows
         for name in {"scales", "zeros", "mins"} & parameters.keys():
             parameters[name] = parameters[name].expand(rows, -1)
-    moved = {name: value.to(device) for name, value in parameters.items()}
-    return KernelWeight(problem, terms.codes.to(device), moved)
+    device_parameters = {name: value.to(device) for name, value in parameters.items()}
+    return KernelWeight(problem, terms.codes.to(device), device_parameters)
 
 
 def _activation(tensor: QuantizedTensor) -> str:

@@ -228,10 +228,10 @@ class RowParallelLinear(nn.Module):
         share: tensor-parallel rank of this process.
     """
 
-    def __init__(self, linear: nn.Module, share: TensorParallelRank) -> None:
+    def __init__(self, linear: nn.Module, rank: TensorParallelRank) -> None:
         super().__init__()
-        self.ranks = share.ranks
-        self._total = share.all_reduce
+        self.ranks = rank.ranks
+        self._total = rank.all_reduce
         bias = linear.bias
         assert bias is None or isinstance(bias, Tensor)
         self.bias = bias

@@ -275,13 +275,13 @@ def reason_to_decode(model: nn.Module, name: str, architecture: Architecture | N
 
 def _enclosing_modules(model: nn.Module, name: str) -> Iterator[nn.Module]:
     """Yield the enclosing modules of a module, up to the owner of the block list that contains it."""
-    listed = False
-    while "." in name and not listed:
+    is_listed = False
+    while "." in name and not is_listed:
         name = name.rpartition(".")[0]
         owner = model.get_submodule(name)
         if isinstance(owner, nn.ModuleList):
             owner = model.get_submodule(name.rpartition(".")[0])
-            listed = True
+            is_listed = True
         yield owner
 
 
@@ -378,10 +378,10 @@ class SkeletonFiller:
         """Fill the experts of mixtures, packed if their module is supported and a kernel accepts the codes."""
         lattices = [name for name in mapping.expert_places if self._is_lattice(name)]
         if lattices:
-            share = sum(map(mapping.numel, lattices)) / sum(
+            decoded = sum(map(mapping.numel, lattices)) / sum(
                 map(mapping.numel, mapping.expert_places)
             )
-            detail = f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_LATTICE_KERNEL}"
+            detail = f"{decoded:.0%} of the weights of experts are decoded as they are loaded: {NO_LATTICE_KERNEL}"
             self.events.append(Event("kernel-fallback", _module_name(lattices[0]), detail))
         weights = ExpertWeights(
             read=self._read_weight,
@@ -404,8 +404,8 @@ class SkeletonFiller:
             if text:
                 reasons[text].append(_module_name(name))
         for text, modules in reasons.items():
-            share = sum(sizes[name] for name in modules) / sum(sizes.values())
-            summary = f"{len(modules)} matrices, {share:.0%} of the quantized weights"
+            decoded_share = sum(sizes[name] for name in modules) / sum(sizes.values())
+            summary = f"{len(modules)} matrices, {decoded_share:.0%} of the quantized weights"
             detail = f"{summary}, are decoded as they are loaded: {text}"
             self.events.append(Event("kernel-fallback", modules[0], detail))
 

@@ -95,13 +95,15 @@ def fill_experts(model: nn.Module, mapping: WeightMapping, weights: ExpertWeight
             decoded += quantized if weights.packed else []
         else:
             model.set_submodule(name, packed_module)
-            events += [Event("kernel-fallback", name, why) for why in packed_module.failures]
+            events += [
+                Event("kernel-fallback", name, failure) for failure in packed_module.failures
+            ]
     if decoded:
         total_weights = sum(
             mapping.numel(item) for source in mapping.distinct_sources() for item in source.stored
         )
-        share = sum(map(mapping.numel, decoded)) / total_weights
-        detail = f"{share:.0%} of all weights are experts that are decoded: their module is not understood"
+        decoded_share = sum(map(mapping.numel, decoded)) / total_weights
+        detail = f"{decoded_share:.0%} of all weights are experts that are decoded: their module is not understood"
         events.append(Event("kernel-fallback", decoded[0], detail))
     return events
 
@@ -250,7 +252,7 @@ class PackedExperts(nn.Module):
     def failures(self) -> list[str]:
         """Return the reasons why preferred kernels are not used; empty if all are."""
         failures = (self.input_projection.failure, self.down.failure)
-        return [why for why in failures if why is not None]
+        return [failure for failure in failures if failure is not None]
 
     def _with_bias(self, y: Tensor, name: str, owners: ExpertRouting) -> Tensor:
         if not self.module.has_bias:
@@ -448,11 +450,11 @@ class PackedStack(PackedWeights):
         """Try the kernel on the first matrix; return why it fails, or None."""
         if self.chosen.base_kernel is fallback.KERNEL:
             return None
-        alone = replace(self.problem, num_matrices=1)
+        single_problem = replace(self.problem, num_matrices=1)
         packed = grouped.prepare_stacked(
-            iter([(first.codes, first.parameters)]), alone, self.chosen
+            iter([(first.codes, first.parameters)]), single_problem, self.chosen
         )
-        return find_grouped_failure(self.chosen, packed, alone)
+        return find_grouped_failure(self.chosen, packed, single_problem)
 
     def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
         """Multiply ``x`` ``[rows, in]``; return one row per (token, expert) pair, ``[pairs, out]``."""
@@ -496,11 +498,14 @@ class PackedStack(PackedWeights):
                 problem,
                 chosen,
             )
-        alone = {
+        single_weight = {
             name: value if name in grouped.SHARED_TENSORS else value[:1]
             for name, value in packed.items()
         }
-        if find_grouped_failure(chosen, alone, replace(problem, num_matrices=1)) is not None:
+        if (
+            find_grouped_failure(chosen, single_weight, replace(problem, num_matrices=1))
+            is not None
+        ):
             return False
         self.problem, self.chosen = problem, chosen
         self.store_packed(packed)
@@ -536,7 +541,7 @@ class SeparateStack(nn.Module):
     def failure(self) -> str | None:
         """Return the first reason why a layer does not use its preferred kernel, or None."""
         layers = (linear.failure for linear in self.modules() if isinstance(linear, PackedLinear))
-        return next((why for why in layers if why is not None), None)
+        return next((failure for failure in layers if failure is not None), None)
 
     def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
         """Multiply ``x`` ``[rows, in]``; return one row per (token, expert) pair, ``[pairs, out]``."""

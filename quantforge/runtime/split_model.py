@@ -36,7 +36,7 @@ def find_shards(
     model: PreTrainedModel,
     model_layout: ModelLayout,
     layouts: Mapping[str, ModuleLayout],
-    share: TensorParallelRank,
+    rank: TensorParallelRank,
 ) -> dict[str, WeightShard]:
     """Return the parameters of which this process holds only a part, by name.
 
@@ -44,7 +44,7 @@ def find_shards(
         model: the skeleton.
         model_layout: its checkpoint.
         layouts: the quantized linears, by the stored name of their module.
-        share: tensor-parallel rank of this process.
+        rank: tensor-parallel rank of this process.
 
     Raises:
         RefusedError: the model cannot be split; the message says why.
@@ -54,7 +54,7 @@ def find_shards(
         raise _cannot_split(
             f"model_type {model_layout.model_type!r} is not computed by the own decoder"
         )
-    share.slice_of(sizes.kv_heads, "key/value heads")
+    rank.slice_of(sizes.kv_heads, "key/value heads")
     shards = {}
     for index, kind in enumerate(model_layout.layers):
         if kind.stacks:
@@ -66,7 +66,7 @@ def find_shards(
             tensor = model_layout.by_name.get(name)
             if tensor is None:
                 continue
-            shard = _shard_of_parameter(model_layout, kind, item, name.rpartition(".")[0], share)
+            shard = _shard_of_parameter(model_layout, kind, item, name.rpartition(".")[0], rank)
             if shard is None:
                 continue
             layout = layouts.get(tensor.header.name.removesuffix(".weight"))
@@ -81,7 +81,7 @@ def _shard_of_parameter(
     kind: LayerKind,
     item: Parameter,
     module: str,
-    share: TensorParallelRank,
+    rank: TensorParallelRank,
 ) -> WeightShard | None:
     """Return which part of a block parameter this process holds; None if the parameter is replicated."""
     family, sizes = model_layout.architecture, model_layout.dimensions
@@ -97,7 +97,7 @@ def _shard_of_parameter(
         if is_head_norm or _SPLIT_DIMENSIONS & {*item.shape}:
             raise _cannot_split(f"{module}: a norm of all heads, which are split")
         if _HEAD_DIMENSIONS & {*item.shape[:1]}:  # a row for each
-            return WeightShard(module, share, (share.slice_of(sizes.size(item.shape[0]), module),))
+            return WeightShard(module, rank, (rank.slice_of(sizes.size(item.shape[0]), module),))
         return None
     shape = next(
         parameter.shape for parameter in kind.parameters if parameter.name == f"{owner}.weight"
@@ -108,17 +108,17 @@ def _shard_of_parameter(
     ):
         size = sizes.size(shape[1])
         return (
-            WeightShard(module, share, columns=share.slice_of(size, f"{module}: inputs"))
+            WeightShard(module, rank, columns=rank.slice_of(size, f"{module}: inputs"))
             if leaf != "bias"
             else None
         )
     size, start, rows = sizes.size(shape[0]), 0, []
     part_sizes = [sizes.size(text) for text in family.slices.get(owner, ())]
     for part_size in part_sizes if sum(part_sizes) == size else [size]:
-        part_range = share.slice_of(part_size, f"{module}: outputs")
+        part_range = rank.slice_of(part_size, f"{module}: outputs")
         rows.append(slice(start + part_range.start, start + part_range.stop))
         start += part_size
-    return WeightShard(module, share, tuple(rows))
+    return WeightShard(module, rank, tuple(rows))
 
 
 def _check_input(shard: WeightShard, activation: Activation) -> None:
@@ -136,8 +136,10 @@ def _check_input(shard: WeightShard, activation: Activation) -> None:
         )
 
 
-def _cannot_split(why: str) -> RefusedError:
-    return RefusedError(f"a model over several processes: {why}", "one process, without torchrun")
+def _cannot_split(reason: str) -> RefusedError:
+    return RefusedError(
+        f"a model over several processes: {reason}", "one process, without torchrun"
+    )
 
 
 def wrap_split_linears(model: nn.Module, shards: Mapping[str, WeightShard]) -> None:

@@ -36,7 +36,7 @@ class TensorParallelRank:
     ranks: int
     all_reduce: Callable[[Tensor], Tensor]
 
-    def slice_of(self, size: int, what: str) -> slice:
+    def slice_of(self, size: int, label: str) -> slice:
         """Return the slice of ``size`` items that belongs to this process.
 
         Raises:
@@ -44,7 +44,7 @@ class TensorParallelRank:
         """
         if size % self.ranks:
             raise RefusedError(
-                f"{what}: {size} cannot be split over {self.ranks} processes",
+                f"{label}: {size} cannot be split over {self.ranks} processes",
                 "a number of processes that divides it",
             )
         slice_size = size // self.ranks
@@ -109,13 +109,13 @@ class WeightShard:
         codes = torch.cat([weight.codes[part_range, columns] for part_range in rows])
         return KernelWeight(shard_problem, codes, parameters)
 
-    def _parameter_range(self, part_range: slice, size: int, total: int, what: str) -> slice:
+    def _parameter_range(self, part_range: slice, size: int, total: int, label: str) -> slice:
         """Convert a range of rows or columns to the range of parameters, each of which covers ``size`` of them."""
         if size >= total:
             return slice(0, 1)
         if part_range.start % size or (part_range.stop % size and part_range.stop != total):
             raise RefusedError(
-                f"{self.module}: {total} {what} of {size} cannot be cut at {part_range.start} and {part_range.stop}",
+                f"{self.module}: {total} {label} of {size} cannot be cut at {part_range.start} and {part_range.stop}",
                 "fewer processes, or a model in smaller groups",
                 tensor=f"{self.module}.weight",
             )

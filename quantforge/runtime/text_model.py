@@ -189,7 +189,7 @@ class StreamingCompletion:
 
     def __iter__(self) -> Iterator[str]:
         self._start_time = time.perf_counter()
-        share = ProcessorShare()
+        processor_share = ProcessorShare()
         try:
             with as_input_errors():
                 yield from (
@@ -198,7 +198,7 @@ class StreamingCompletion:
                     else self._stream_beam_search()
                 )
         finally:
-            self._processor_share = share.so_far()
+            self._processor_share = processor_share.so_far()
 
     def _stream_sampled(self) -> Iterator[str]:
         finished = set[int]()

@@ -290,18 +290,18 @@ class TokenTexts:
         if self._tokenizer.id_to_token(token) is None:
             return f"token:{token}"  # a row of the embedding without a token
         before = self._tokenizer.decode(self._before, skip_special_tokens=False)
-        both: str = self._tokenizer.decode([*self._before, token], skip_special_tokens=False)
-        text = both.removeprefix(before)
+        joined_text: str = self._tokenizer.decode([*self._before, token], skip_special_tokens=False)
+        text = joined_text.removeprefix(before)
         data = self._bytes(token) if INCOMPLETE in text else None
         return text if data is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _bytes(self, token: int) -> list[int] | None:
         """Return the bytes that a byte-level token stands for, or None for other tokens."""
-        piece = self._tokenizer.id_to_token(token) or ""
-        if byte_token := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):
+        token_text = self._tokenizer.id_to_token(token) or ""
+        if byte_token := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token_text):
             return [int(byte_token[1], 16)]
-        if piece and all(character in BYTE_CHARACTERS for character in piece):
-            return [BYTE_CHARACTERS[character] for character in piece]
+        if token_text and all(character in BYTE_CHARACTERS for character in token_text):
+            return [BYTE_CHARACTERS[character] for character in token_text]
         return None
 
 

@@ -82,8 +82,8 @@ class _StrictObject(BaseModel):
         if value is None or name in cls.ignored:
             return False
         neutral = cls.neutral.get(name)
-        same = type(value) is type(neutral) and value == neutral  # 0 is not False
-        return name in cls.model_fields or not (same or value in ([], ""))
+        is_neutral = type(value) is type(neutral) and value == neutral  # 0 is not False
+        return name in cls.model_fields or not (is_neutral or value in ([], ""))
 
 
 class StreamOptions(_StrictObject):

@@ -293,9 +293,9 @@ def _token_conflicts(side_files: SideFiles) -> Iterator[tuple[str, str]]:
     if lines and merges != [line for line in lines if line and not line.startswith("#version")]:
         yield "merges.txt", f"the merges are not those of {TOKENIZER}"
     for name in ("vocab.json", "added_tokens.json"):
-        listed = side_files.document(name)
+        document = side_files.document(name)
         if change := next(
-            iterate_changes(listed, {key: tokens.get(key, ABSENT) for key in listed}), None
+            iterate_changes(document, {key: tokens.get(key, ABSENT) for key in document}), None
         ):
             text = f"{format_value(change.path[0])} = {format_value(change.value)}"
             yield name, f"{text}, {TOKENIZER} has {format_value(change.source_value)}"

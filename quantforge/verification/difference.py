@@ -110,17 +110,17 @@ def difference(first: Path, second: Path) -> Difference:
         open_source(second, one_by_one=True),
     )
     names = [model.model_layout.by_name.keys() for model in (first_model, second_model)]
-    common = sorted(names[0] & names[1])
+    common_names = sorted(names[0] & names[1])
     tensors = {}
-    for index, name in enumerate(common):
-        report_step(name, index, len(common))
+    for index, name in enumerate(common_names):
+        report_step(name, index, len(common_names))
         if not _tensors_equal(first_model, second_model, name):
             tensors[name] = _snr_db(first_model.weight(name), second_model.weight(name))
     files = [_side_files(model.checkpoint) for model in (first_model, second_model)]
     uncompared: set[str] = set()
     if first_model.checkpoint.path.is_dir() != second_model.checkpoint.path.is_dir():
-        both = files[0].keys() & files[1].keys()
-        uncompared = (files[0].keys() | files[1].keys()) - (both & {TEMPLATE_FILE})
+        common_files = files[0].keys() & files[1].keys()
+        uncompared = (files[0].keys() | files[1].keys()) - (common_files & {TEMPLATE_FILE})
         files = [{name: side[name] for name in side.keys() - uncompared} for side in files]
     differing = {name for name in files[0] | files[1] if files[0].get(name) != files[1].get(name)}
     entries = [_recorded_entries(model) for model in (first_model, second_model)]
@@ -133,7 +133,7 @@ def difference(first: Path, second: Path) -> Difference:
         files=sorted(
             {*differing, *_differing_model_files(first_model.checkpoint, second_model.checkpoint)}
         ),
-        compared=len(common),
+        compared=len(common_names),
         alone=_exclusive_names(*(side.keys() for side in files)),
         unstated={
             "first": _missing_documents(entries[0]),

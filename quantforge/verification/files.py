@@ -52,9 +52,9 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
             manifest.other_schema(path) or f"is not a valid {SCHEMA} document",
         )
         return None
-    listed = document["outputs"]
-    _compare_with_manifest(report, listed, path.parent if path.is_file() else path)
-    for name in sorted(_files_to_list(path) - listed.keys()):
+    outputs = document["outputs"]
+    _compare_with_manifest(report, outputs, path.parent if path.is_file() else path)
+    for name in sorted(_files_to_list(path) - outputs.keys()):
         report.add("manifest", name, "is not listed in the manifest")
     if name := document.get(manifest.RECORDED_NAME):
         report.notes.append(
@@ -71,8 +71,8 @@ def verify_signature(report: Report, key: Path | None) -> None:
     """
     signature_file = signature_path(report.path)
     if key is None:
-        there = "" if signature_file.exists() else ", and there is no signature"
-        report.skip(f"no key was named (--key){there}", "signature")
+        missing_text = "" if signature_file.exists() else ", and there is no signature"
+        report.skip(f"no key was named (--key){missing_text}", "signature")
         return
     try:
         report.unsigned = check_signature(report.path, key)
@@ -92,9 +92,9 @@ def _files_to_list(path: Path) -> set[str]:
 
 
 def _compare_with_manifest(
-    report: Report, listed: Mapping[str, Mapping[str, Any]], root: Path
+    report: Report, outputs: Mapping[str, Mapping[str, Any]], root: Path
 ) -> None:
-    for name, entry in sorted(listed.items()):
+    for name, entry in sorted(outputs.items()):
         file = root / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             report.add("manifest", name, "the manifest lists it, outside of the result")

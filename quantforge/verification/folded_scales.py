@@ -113,10 +113,10 @@ def find_folded_scales(
         return before, after
 
     def unclipped(module: str) -> WeightPair | None:
-        both, mask = pair(module), clipping_mask(f"{module}.weight")
-        if both is None or mask is None:
-            return both
-        return both[0].masked_fill(mask, 0.0), both[1].masked_fill(mask, 0.0)
+        weight_pair, mask = pair(module), clipping_mask(f"{module}.weight")
+        if weight_pair is None or mask is None:
+            return weight_pair
+        return weight_pair[0].masked_fill(mask, 0.0), weight_pair[1].masked_fill(mask, 0.0)
 
     folds, block = FoldedScales(), model_layout.block_name(index)
     for norm, shared in foldable_norms(model_layout, index):
@@ -152,11 +152,13 @@ def _find_norm_scales(
         return
     offset = 1.0 if shared.scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
     before, after = (gain + offset for gain in gains)
-    same = (before - after).abs() <= MAX_CAST_ERROR * torch.maximum(before.abs(), after.abs())
-    if bool(same.all()):
+    is_unchanged = (before - after).abs() <= MAX_CAST_ERROR * torch.maximum(
+        before.abs(), after.abs()
+    )
+    if bool(is_unchanged.all()):
         return
     linears = [f"{block}.{linear}" for linear in shared.readers]
-    readers = [both for linear in linears if (both := pair(linear)) is not None]
+    readers = [weight_pair for linear in linears if (weight_pair := pair(linear)) is not None]
     nonzero = (before != 0) & (after != 0)
     gain = torch.where(nonzero, before / torch.where(nonzero, after, 1.0), 1.0)
     columns = gain
@@ -164,27 +166,29 @@ def _find_norm_scales(
         fit = _fit_scales(
             torch.cat([a for a, _ in readers]), torch.cat([b for _, b in readers]), dim=0
         )
-        fits = fit.cosine >= MIN_COSINE
+        has_good_fit = fit.cosine >= MIN_COSINE
         excess = fit.log - gain.clamp(min=1e-6).log()  # of the gain, over what its readers tell
         mismatch = excess.abs() - NOISE_FACTOR * fit.noise
         limit = torch.where(excess > 0, math.log1p(max_tuning), -math.log1p(-max_tuning))
         # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
         columns = torch.where(
-            fits & ((gain > 0) & (mismatch > MAX_GAIN_MISMATCH) | ~nonzero), fit.factor, gain
+            has_good_fit & ((gain > 0) & (mismatch > MAX_GAIN_MISMATCH) | ~nonzero),
+            fit.factor,
+            gain,
         )
         only_one_zero = (before == 0) != (after == 0)
-        wrong = only_one_zero | (nonzero & fits & ((mismatch > limit) | (gain <= 0)))
-        if bool(wrong.any()):
+        is_wrong = only_one_zero | (nonzero & has_good_fit & ((mismatch > limit) | (gain <= 0)))
+        if bool(is_wrong.any()):
             channel = int(
-                torch.where(only_one_zero, torch.inf, mismatch).masked_fill(~wrong, -1).argmax()
+                torch.where(only_one_zero, torch.inf, mismatch).masked_fill(~is_wrong, -1).argmax()
             )
             changed = after[channel] / before[channel]
             folds.problems[norm] = (
                 f"the gain of channel {channel} is {float(changed):.3g} times the source's,"
                 f" and the weights that read it are {float(fit.factor[channel]):.3g} times the source's:"
-                f" the two do not cancel ({int(wrong.sum())} of {len(gain)} channels)"
+                f" the two do not cancel ({int(is_wrong.sum())} of {len(gain)} channels)"
             )
-            columns = torch.where(wrong, gain, columns)
+            columns = torch.where(is_wrong, gain, columns)
     folds.norm_scales[norm] = torch.where(nonzero, after / torch.where(nonzero, before, 1.0), 1.0)
     folds.column_scales.update(dict.fromkeys(linears, columns))
 
@@ -232,18 +236,18 @@ def _find_row_scales(
             related = (producer_fit.cosine >= MIN_COSINE) & (reader_fit.cosine >= MIN_COSINE)
             return related & ((producer_fit.log + reader_fit.log).abs() > noise)
 
-        wrong = mismatched(producer_fit, reader_fit)
-        if bool(wrong.any()):
+        is_wrong = mismatched(producer_fit, reader_fit)
+        if bool(is_wrong.any()):
             unclipped_producer, unclipped_reader = unclipped(producer), unclipped(reader)
             if unclipped_producer is not None and unclipped_reader is not None:
-                wrong &= mismatched(fit_rows(unclipped_producer), fit_columns(unclipped_reader))
-        if bool(wrong.any()):
-            channel = int((product.abs() * wrong).argmax())
+                is_wrong &= mismatched(fit_rows(unclipped_producer), fit_columns(unclipped_reader))
+        if bool(is_wrong.any()):
+            channel = int((product.abs() * is_wrong).argmax())
             folds.problems[producer] = (
                 f"row {channel} of the rows that carry a factor is"
                 f" {float(producer_fit.factor[channel]):.3g} times the source's, and the column of {reader}"
                 f" that reads it {float(reader_fit.factor[channel]):.3g} times: the two do not cancel"
-                f" ({int(wrong.sum())} of {len(wrong)} channels)"
+                f" ({int(is_wrong.sum())} of {len(is_wrong)} channels)"
             )
     if producer_pair is not None:
         folds.row_scales[producer] = torch.ones(len(producer_pair[0]))

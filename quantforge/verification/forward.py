@@ -398,9 +398,11 @@ class ForwardPass:
         if statistics.sample is None:
             return statistics
         tokens = torch.arange(len(statistics.sample))
-        rest = tokens[tokens % self._ids.shape[1] != 0]
-        chosen = rest[
-            torch.linspace(0, len(rest) - 1, min(SAMPLE_TOKENS, len(rest))).round().long()
+        later_tokens = tokens[tokens % self._ids.shape[1] != 0]
+        chosen = later_tokens[
+            torch.linspace(0, len(later_tokens) - 1, min(SAMPLE_TOKENS, len(later_tokens)))
+            .round()
+            .long()
         ]
         return Statistics(
             statistics.tokens, peaks=statistics.peaks, sample=statistics.sample[chosen].float()
@@ -578,8 +580,8 @@ def check_cache_scales(
             return
     scales = read_cache_scales(checkpoint, stored_scales, torch.device("cpu"))
     for block, observed in caches.items():
-        for which, text in unusual_cache_scales(scales[block], observed) if block in scales else ():
-            report.warn("scale", stored_scales.names[block][which], text)
+        for index, text in unusual_cache_scales(scales[block], observed) if block in scales else ():
+            report.warn("scale", stored_scales.names[block][index], text)
 
 
 def unusual_cache_scales(

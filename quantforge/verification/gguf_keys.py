@@ -221,10 +221,10 @@ def _check_frequencies(report: Report, file: GgufFile, parameters: HyperParamete
     }
     for name in sorted({**stored, **expected}):
         values, expected_values = stored.get(name, []), expected.get(name, [])
-        close = (
+        are_close = (
             math.isclose(a, b, rel_tol=1e-5) for a, b in zip(values, expected_values, strict=False)
         )
-        if len(values) != len(expected_values) or not all(close):
+        if len(values) != len(expected_values) or not all(are_close):
             report.add("gguf-keys", name, "differs from the source's rotary embedding")
 
 
@@ -248,8 +248,8 @@ def check_tower_file(report: Report, source: SourceModel) -> None:
         )
         return
     for name in sorted(expected_names ^ file.tensors.keys()):
-        what = "is missing" if name in expected_names else "is not part of the tower"
-        report.add("incomplete", tower_path.name, f"{shorten(name)} {what}")
+        problem = "is missing" if name in expected_names else "is not part of the tower"
+        report.add("incomplete", tower_path.name, f"{shorten(name)} {problem}")
     keys_of_file, expected_keys_of_file = (
         {key: value.value for key, value in keys.items() if key.startswith(f"{ARCH}.")}
         for keys in (file.metadata, expected.keys)

@@ -140,7 +140,7 @@ def group_width(scheme: Scheme, columns: int) -> int:
     """
     size = scheme.block.group if scheme.block else scheme.group_size(columns)
     if size < MIN_GROUP_WIDTH or columns % size:
-        return next((wide for wide in (128, 64, 32) if columns % wide == 0), columns)
+        return next((width for width in (128, 64, 32) if columns % width == 0), columns)
     return size
 
 
@@ -302,8 +302,8 @@ def _column_contributions(
     error: Tensor, outputs: Tensor, weights: Tensor, inputs: Tensor
 ) -> Tensor:
     """Return ``[in]``: the decrease of the squared output error without each column of ``error`` ``[rows, in]``."""
-    alone = error.square().sum(0) * weights
-    return 2 * (inputs * (outputs @ error)).mean(0) - alone
+    own_error = error.square().sum(0) * weights
+    return 2 * (inputs * (outputs @ error)).mean(0) - own_error
 
 
 def _median_ratio(products: Tensor, squares: Tensor) -> float:
@@ -337,10 +337,10 @@ def unusual_errors(
     if bool(large_rows.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
         yield f"{worst} that of plain rounding{_more_suffix(large_rows)}"
-    share = float(error.columns.max())
-    if share > MAX_COLUMN_SHARE * limit_factor:
+    max_share = float(error.columns.max())
+    if max_share > MAX_COLUMN_SHARE * limit_factor:
         column = int(error.columns.argmax())
-        yield f"column {column}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
+        yield f"column {column}: its error alone is {max_share:.2g} times that of plain rounding of the whole tensor"
 
 
 def _more_suffix(is_different: Tensor) -> str:
@@ -383,12 +383,12 @@ def find_damaged_part(
     size = q.square().sum(-1)
     factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
     remaining_error = (factor[..., None] * q - t).square().sum(-1)
-    wrong = damaged & (
+    is_wrong = damaged & (
         (remaining_error > MAX_RESCALED_ERROR * (q - t).square().sum(-1))
         | (factor < 1 / MAX_SCALE_FACTOR)
     )
-    proven = bool(wrong.any())
-    shown, width = wrong if proven else damaged, value.shape[1] // groups
+    proven = bool(is_wrong.any())
+    shown, width = is_wrong if proven else damaged, value.shape[1] // groups
     row, group = divmod(int((error.groups * shown).argmax()), groups)
     location = (
         f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_more_suffix(shown)}"
@@ -396,6 +396,6 @@ def find_damaged_part(
     if not proven:
         excess = 1 / float(factor[row, group])
         return f"{location}: the scale is {excess:.3g} times what fits the source's weights", False
-    share = f"{float(is_nearest.float().mean()):.2%}"
-    text = f"{location}: the codes are not those nearest to the source's weights, as {share} of the tensor are"
+    nearest_share = f"{float(is_nearest.float().mean()):.2%}"
+    text = f"{location}: the codes are not those nearest to the source's weights, as {nearest_share} of the tensor are"
     return text, True

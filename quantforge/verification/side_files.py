@@ -99,8 +99,8 @@ def check_side_files(report: Report, artifact: Artifact, source: SourceModel) ->
 
 def compare_files(report: Report, artifact_files: SideFiles, source_files: SideFiles) -> None:
     """Compare all side files of two directories."""
-    common = artifact_files.documents.keys() & source_files.documents.keys()
-    plain = common - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
+    common_names = artifact_files.documents.keys() & source_files.documents.keys()
+    plain = common_names - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
     changes = chain(
         _config_changes(artifact_files.config, source_files.config),
         iterate_changes(
@@ -150,11 +150,11 @@ def report_changes(
     for name, texts in files.items():
         check = "configuration" if name == CONFIG_FILE else "side-files"
         texts.sort(key=lambda item: item[0] is not Severity.ERROR)
-        rest = texts[_MAX_LISTED_CHANGES:]
+        unlisted = texts[_MAX_LISTED_CHANGES:]
         for severity, text in texts[:_MAX_LISTED_CHANGES]:
             report.add(check, name, text, severity)
-        if rest:
-            report.add(check, name, f"{len(rest)} more places differ", rest[0][0])
+        if unlisted:
+            report.add(check, name, f"{len(unlisted)} more places differ", unlisted[0][0])
 
 
 # Differences, file by file.
@@ -317,9 +317,11 @@ def _is_sampling_intended(
     change: Change, artifact_files: SideFiles, source_files: SideFiles
 ) -> bool:
     """Return whether sampling was switched on for a source with settings of it, or by GPTQModel, which always does."""
-    meant = {"temperature", "top_p", "top_k", "min_p"} & source_files.document(GENERATION).keys()
+    sampling_settings = {"temperature", "top_p", "top_k", "min_p"} & source_files.document(
+        GENERATION
+    ).keys()
     always = "gptqmodel:" in str(artifact_files.config.get("quantization_config"))
-    return change.value is True and change.added and bool(meant or always)
+    return change.value is True and change.added and bool(sampling_settings or always)
 
 
 RULES: tuple[Rule, ...] = (
@@ -355,9 +357,9 @@ def judge_change(
 ) -> tuple[Severity | None, str]:
     """Return the severity of a change, None if it is allowed, and the reason."""
     for rule in RULES:
-        fits = any(fnmatchcase(change.key, key) for key in rule.keys.split())
+        is_matching = any(fnmatchcase(change.key, key) for key in rule.keys.split())
         if (
-            fits
+            is_matching
             and fnmatchcase(change.path[0], rule.file)
             and rule.applies(change, artifact_files, source_files)
         ):
@@ -502,8 +504,8 @@ def normalize_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     decoder = normalized.get("decoder")
     if isinstance(decoder, Mapping) and decoder.get("type") == "ByteLevel":
         normalized["decoder"] = {"type": "ByteLevel"}
-    added = {str(item["id"]): item for item in normalized.get("added_tokens", [])}
-    return {**normalized, "model": model, "added_tokens": added}
+    tokens_by_id = {str(item["id"]): item for item in normalized.get("added_tokens", [])}
+    return {**normalized, "model": model, "added_tokens": tokens_by_id}
 
 
 def load_tokenizer(files: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -651,9 +653,13 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
 def find_loaded_file(name: str) -> LoadedFile | None:
     """Return the first row of `LOADED` with a pattern that matches a name or its last component."""
     file_names = (name.lower(), name.lower().rpartition("/")[2])
-    fits = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
+    patterns = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
     return next(
-        (row for row, pat in fits if any(fnmatchcase(file_name, pat) for file_name in file_names)),
+        (
+            row
+            for row, pat in patterns
+            if any(fnmatchcase(file_name, pat) for file_name in file_names)
+        ),
         None,
     )
 

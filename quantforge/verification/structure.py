@@ -83,10 +83,10 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
             severity = Severity.WARNING if is_ambiguous else Severity.ERROR
             contradictions.setdefault((text, severity), []).append(module)
     for (text, severity), modules in contradictions.items():
-        rest = (
+        more_suffix = (
             f" and {len(modules) - MAX_SHOWN_NAMES} more" if len(modules) > MAX_SHOWN_NAMES else ""
         )
-        listing = f"; {len(modules)} in all: {', '.join(modules[:MAX_SHOWN_NAMES])}{rest}"
+        listing = f"; {len(modules)} in all: {', '.join(modules[:MAX_SHOWN_NAMES])}{more_suffix}"
         detail = text + (listing if len(modules) > 1 else "")
         report.add("ignore-list", modules[0], detail, severity)
 
@@ -144,7 +144,7 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
             return
         tokenizer = parse_object(data, file, TOKENIZER)
         tokens = token_ids(tokenizer)
-        added = {item["content"] for item in added_tokens(tokenizer)}
+        added_texts = {item["content"] for item in added_tokens(tokenizer)}
     except InputError as error:
         if path.is_dir():  # `side_files` and `consistency` tell what is wrong with it
             report.skip(f"{TOKENIZER_FILE} cannot be read", "vocabulary")
@@ -160,7 +160,9 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
     for tensor in tables:
         rows = tensor.header.shape[0]
         beyond_rows = sorted((number, text) for text, number in tokens.items() if number >= rows)
-        vocabulary_pieces = [(number, text) for number, text in beyond_rows if text not in added]
+        vocabulary_pieces = [
+            (number, text) for number, text in beyond_rows if text not in added_texts
+        ]
         if beyond_rows:
             first = [
                 f"{text!a:.60} (id {number})"

@@ -461,15 +461,15 @@ class TensorChecks:
         error = (value.float() - target).abs()
         if module in self._folded_scales.fitted_modules:
             squared, size = float(error.square().sum()), float(target.square().sum())
-            wrong = (error > 0) & (squared > self._max_fitted_error * size)
+            is_wrong = (error > 0) & (squared > self._max_fitted_error * size)
         elif module in self._folded_scales.norm_scales or self._folded_scales.has_scale(module):
-            wrong = (error > MAX_ABSOLUTE_ERROR) & (error > MAX_CAST_ERROR * target.abs())
+            is_wrong = (error > MAX_ABSOLUTE_ERROR) & (error > MAX_CAST_ERROR * target.abs())
         else:
-            wrong = (error > MAX_ABSOLUTE_ERROR) & ~_is_cast(value, target)
-        wrong_count = int(wrong.sum())
+            is_wrong = (error > MAX_ABSOLUTE_ERROR) & ~_is_cast(value, target)
+        wrong_count = int(is_wrong.sum())
         if not wrong_count:
             return
-        worst = int((error * wrong).flatten().argmax())
+        worst = int((error * is_wrong).flatten().argmax())
         text = (
             f"{wrong_count} of {target.numel()} values are not the source's, for example"
             f" {float(value.flatten()[worst]):.5g} in place of {float(target.flatten()[worst]):.5g}"
@@ -514,7 +514,7 @@ class TensorChecks:
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
         """Compare the nonzero weights of a sparse tensor: equal to the source's, or adjusted by SparseGPT."""
         remaining = value != 0
-        wrong = remaining & ~_is_cast(value, target)
+        is_wrong = remaining & ~_is_cast(value, target)
         weights, source = value.float(), target.masked_fill(~remaining, 0.0)
         product, norms, source_norms = (
             (weights * source).sum(-1),
@@ -525,13 +525,13 @@ class TensorChecks:
         dissimilar |= (norms > MAX_NORM_GROWTH * source_norms) | (
             source_norms > MAX_NORM_GROWTH * norms
         )
-        if not bool(wrong.any()) or (self._may_change_values and not bool(dissimilar.any())):
+        if not bool(is_wrong.any()) or (self._may_change_values and not bool(dissimilar.any())):
             self.sparse_tensors.append(name)
             return
-        text = f"{int(wrong.sum())} of the {int(remaining.sum())} nonzero values differ from the source's"
+        text = f"{int(is_wrong.sum())} of the {int(remaining.sum())} nonzero values differ from the source's"
         if bool(dissimilar.any()):
             text += f"; row {int(dissimilar.nonzero()[0])} does not resemble the source's"
-        proven = not self._may_change_values or 2 * int(wrong.sum()) <= int(remaining.sum())
+        proven = not self._may_change_values or 2 * int(is_wrong.sum()) <= int(remaining.sum())
         (self._report.add if proven else self._report.warn)("unquantized-changed", name, text)
 
     # Findings about the whole model.
@@ -604,15 +604,20 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
                 "its weights are not centered on zero: zero points or codes may be off by one",
             )
     codes = tensor.codes.view(torch.uint8) if tensor.codes.is_floating_point() else tensor.codes
-    for dim, what in ((0, "column"), (1, "row")):
+    for dim, axis_name in ((0, "column"), (1, "row")):
         if codes.shape[dim] < MIN_CODES or codes.shape[1] != value.shape[1]:
             continue
         constant = (codes.amin(dim) == codes.amax(dim)) & (
             value.abs().amax(dim) > 0.1 * mean_magnitude
         )
         if constant_groups := constant.nonzero().flatten().tolist():
-            more = f", and {len(constant_groups) - 1} more" if len(constant_groups) > 1 else ""
-            yield "group-error", f"{what} {constant_groups[0]} has the same code everywhere{more}"
+            more_suffix = (
+                f", and {len(constant_groups) - 1} more" if len(constant_groups) > 1 else ""
+            )
+            yield (
+                "group-error",
+                f"{axis_name} {constant_groups[0]} has the same code everywhere{more_suffix}",
+            )
 
 
 def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:
@@ -650,12 +655,13 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
 
     Norm weights may grow with depth, so each is compared with its neighbors, and only if the others agree with theirs.
     """
-    others = [*gains[:index], *gains[index + 1 :]]
-    if len(others) < 3:
+    other_gains = [*gains[:index], *gains[index + 1 :]]
+    if len(other_gains) < 3:
         return 0.0
     offset = _difference_from_neighbors(gains, index)
     usual_offset = max(
-        abs(_difference_from_neighbors(others, position)) for position in range(len(others))
+        abs(_difference_from_neighbors(other_gains, position))
+        for position in range(len(other_gains))
     )
     return (
         offset
@@ -689,12 +695,15 @@ def _describe_rearrangement(value: Tensor, target: Tensor) -> str | None:
     for kind, matrix, source in (("rows", value, target), ("columns", value.T, target.T)):
         directions, source_directions = _unit_rows(matrix[:512]), _unit_rows(source)
         best, best_row = (directions @ source_directions.T).max(1)
-        moved = (best > MIN_MATCH_COSINE) & (
+        is_moved = (best > MIN_MATCH_COSINE) & (
             (directions * source_directions[: len(directions)]).sum(1) < MIN_MATCH_COSINE
         )
-        share, distinct = float(moved.float().mean()), len(torch.unique(best_row[moved]))
-        if share > 0.25 and distinct > 0.9 * int(moved.sum()):
-            return f"the {kind} are in another order: {share:.0%} of them are another one of the source's"
+        moved_share, distinct = (
+            float(is_moved.float().mean()),
+            len(torch.unique(best_row[is_moved])),
+        )
+        if moved_share > 0.25 and distinct > 0.9 * int(is_moved.sum()):
+            return f"the {kind} are in another order: {moved_share:.0%} of them are another one of the source's"
     return None
 
 

@@ -155,7 +155,7 @@ def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
     module = ir.Module()
     dtype, head = form.key_format.dtype, form.key_format.head_vectors
     e = Emitter(module, "attend", form.key_format.lanes)
-    builder, together = e.builder, form.heads_per_unit
+    builder, heads_per_unit = e.builder, form.heads_per_unit
     heads, kv_heads, pages = (
         e.load_word(index) for index in (ARG_HEADS, ARG_KV_HEADS, ARG_TABLE_STRIDE)
     )
@@ -164,7 +164,7 @@ def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
     )
     score_vectors, scratch = e.load_word(ARG_SCORE_VECTORS), e.load_address(ARG_SCRATCH)
     with e.loop(e.first, e.last) as (unit, _):
-        first = e.scale_index(unit, together)  # of all query heads
+        first = e.scale_index(unit, heads_per_unit)  # of all query heads
         sequence = builder.udiv(first, heads)
         kv_head = builder.udiv(builder.urem(first, heads), I64(form.queries_per_kv_head))
         length = _load_int32(e, e.load_address(ARG_LENGTHS), sequence)
@@ -182,7 +182,7 @@ def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
 
         size = builder.add(score_vectors, I64(head))  # vectors of scratch for a query head
         scores, scaled_queries = [], []
-        for g in range(together):
+        for g in range(heads_per_unit):
             query = builder.add(first, I64(g))
             query_start = builder.mul(query, size)
             scores.append(builder.gep(scratch, [e.scale_index(query_start, 4 * e.lanes)]))

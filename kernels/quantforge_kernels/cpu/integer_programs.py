@@ -151,7 +151,7 @@ def build_decode(spec: ProgramSpec, parallel: bool) -> ir.Module:
     weights = IntegerWeightLoader(e, spec)
     out, tiles = e.load_address(ARG_OUT), e.load_word(ARG_TILES)
     with e.loop(e.first, e.last) as (tile, _), e.loop(I64(0), weights.units) as (unit, _):
-        codes = [pair for _, pair in weights.load_codes(tile, unit, ahead=False)]
+        codes = [pair for _, pair in weights.load_codes(tile, unit, prefetch=False)]
         half_bits, low_mask = e.splat(I32, 16), e.splat(I32, 0xFFFF)
         for i in range(blocks.unit_columns // blocks.block_columns):
             scale = weights.load_parameter("scales", tile, unit, i)
@@ -351,7 +351,7 @@ def _emit_block_sums(
         for row_accumulators, value in zip(block_accumulators, start, strict=True):
             row_accumulators[0].total = value
     for columns_before, codes in weights.load_codes(
-        *location, spec.input_bits, ahead=rows <= FEW_ROWS
+        *location, spec.input_bits, prefetch=rows <= FEW_ROWS
     ):
         position, part = (
             columns_before * bytes_per_code // 4 % chains,
@@ -496,7 +496,7 @@ class IntegerWeightLoader:
         self.units, self.groups = e.load_word(ARG_UNITS_PER_ROW), e.load_word(ARG_GROUPS)
 
     def load_words(
-        self, plane: int, tile: Value, unit: Value, ahead: bool = True
+        self, plane: int, tile: Value, unit: Value, prefetch: bool = True
     ) -> Iterator[Value]:
         """Yield the words of a unit of columns in one plane; each load is written when its word is requested.
 
@@ -509,7 +509,7 @@ class IntegerWeightLoader:
         for j in range(count):
             offset = e.builder.add(start, I64(4 * j * e.lanes))
             word = e.load(self.plane_addresses[plane], offset, e.vector_type(I32))
-            if ahead:
+            if prefetch:
                 e.prefetch(
                     e.builder.gep(
                         self.plane_addresses[plane], [e.builder.add(offset, I64(PREFETCH_BYTES))]
@@ -518,7 +518,7 @@ class IntegerWeightLoader:
             yield word
 
     def load_codes(
-        self, tile: Value, unit: Value, bits: int = 16, ahead: bool = True
+        self, tile: Value, unit: Value, bits: int = 16, prefetch: bool = True
     ) -> Iterator[tuple[int, Value]]:
         """Yield ``(column, codes)``: the codes of a unit as integers of ``bits`` bits, 32 bits per lane at a time.
 
@@ -527,7 +527,7 @@ class IntegerWeightLoader:
         planes, low_bit, codes_per_word = [], 0, 32 // bits
         for plane, width in enumerate(self.spec.widths):
             planes.append(
-                self._load_plane(low_bit, width, bits, self.load_words(plane, tile, unit, ahead))
+                self._load_plane(low_bit, width, bits, self.load_words(plane, tile, unit, prefetch))
             )
             low_bit += width
         for columns_before in range(0, self.spec.blocks.unit_columns, codes_per_word):

@@ -323,8 +323,8 @@ def _build_piece_loop(module: ir.Module, name: str) -> ir.Function:
     """Build ``void name_taking(i64* shared)``, which calls ``name`` on one piece after the other until none is left."""
     builder, shared = _new_words_function(module, f"{name}_taking")
     address, last, piece = (
-        builder.load(builder.gep(shared, [I64(_PIECE_STATE.index(what))]))
-        for what in ("words", "last", "piece")
+        builder.load(builder.gep(shared, [I64(_PIECE_STATE.index(field))]))
+        for field in ("words", "last", "piece")
     )
     arguments, next_index = (
         builder.inttoptr(address, shared.type),
@@ -350,8 +350,8 @@ def _build_thread_share(module: ir.Module, name: str) -> ir.Function:
     """Build ``void name_part(i64* args)``, which calls ``name`` on this thread's share of the range."""
     builder, arguments = _new_words_function(module, f"{name}_part")
     number, count = (
-        builder.sext(builder.call(declare_function(module, f"omp_get_{what}", I32), []), I64)
-        for what in ("thread_num", "num_threads")
+        builder.sext(builder.call(declare_function(module, f"omp_get_{suffix}", I32), []), I64)
+        for suffix in ("thread_num", "num_threads")
     )
     first, last = _load_range(builder, arguments)
     work = builder.sub(last, first)

@@ -182,13 +182,13 @@ class ProductPlan:
         )
         self._programs: dict[tuple[str, int], Program] = {}
 
-    def get_program(self, name: str, together: int = 1) -> Program:
-        """Return a compiled program of `integer_programs` for ``together`` rows that are multiplied together."""
-        if (name, together) not in self._programs:
-            self._programs[name, together] = _compile_program(
-                name, replace(self.program_spec, shared_rows=together)
+    def get_program(self, name: str, rows_at_once: int = 1) -> Program:
+        """Return a compiled program of `integer_programs` for ``rows_at_once`` rows that are multiplied together."""
+        if (name, rows_at_once) not in self._programs:
+            self._programs[name, rows_at_once] = _compile_program(
+                name, replace(self.program_spec, shared_rows=rows_at_once)
             )
-        return self._programs[name, together]
+        return self._programs[name, rows_at_once]
 
     def make_arguments(
         self,
@@ -233,31 +233,31 @@ def matmul(x: Tensor, packed: PackedWeight, spec: MatmulSpec) -> Tensor:
         return x.new_empty(0, spec.out_features)
     by_torch = rows > plan.max_packed_rows and many_rows.torch_is_fast(x)
     # A step of decoding is recorded, and torch's padding would end that: few rows are multiplied as they are.
-    over = rows % MAX_SHARED_ROWS if rows > STRIP_ROWS and not by_torch else 0
-    more = MAX_SHARED_ROWS - over if over > FEW_ROWS else 0
-    if more or columns < plan.padded_columns:
-        x = pad(x, (0, plan.padded_columns - columns, 0, more))
+    extra_rows = rows % MAX_SHARED_ROWS if rows > STRIP_ROWS and not by_torch else 0
+    padding_rows = MAX_SHARED_ROWS - extra_rows if extra_rows > FEW_ROWS else 0
+    if padding_rows or columns < plan.padded_columns:
+        x = pad(x, (0, plan.padded_columns - columns, 0, padding_rows))
     x = x.contiguous()
-    y = x.new_empty(rows + more, plan.tiles * plan.lanes)
+    y = x.new_empty(rows + padding_rows, plan.tiles * plan.lanes)
     if by_torch:
         _multiply_by_slabs(x, y, packed, plan)
         return y[:, : spec.out_features]
     first = 0
-    for together in (MAX_SHARED_ROWS, FEW_ROWS, rows % FEW_ROWS):
-        last = len(x) - (len(x) - first) % together if together else first
+    for rows_at_once in (MAX_SHARED_ROWS, FEW_ROWS, rows % FEW_ROWS):
+        last = len(x) - (len(x) - first) % rows_at_once if rows_at_once else first
         if first < last:
-            _multiply_packed(x[first:last], y[first:last], packed, plan, together)
+            _multiply_packed(x[first:last], y[first:last], packed, plan, rows_at_once)
         first = last
     return y[:rows, : spec.out_features]
 
 
 def _multiply_packed(
-    x: Tensor, y: Tensor, packed: PackedWeight, plan: ProductPlan, together: int
+    x: Tensor, y: Tensor, packed: PackedWeight, plan: ProductPlan, rows_at_once: int
 ) -> None:
-    """Write the product of ``x`` to ``y``; ``together`` rows, a divisor of all rows, share the unpacking of words."""
+    """Write the product of ``x`` to ``y``; ``rows_at_once`` rows, a divisor of all rows, share the unpacking."""
     _scratch, addresses = allocate_rounded_rows(x, y, plan)  # in use until the program has run
     work = (0, plan.tiles * -(-len(x) // STRIP_ROWS))
-    plan.get_program("multiply", together)(
+    plan.get_program("multiply", rows_at_once)(
         plan.make_arguments(packed, work, len(x), addresses, plan.tiles)
     )
 

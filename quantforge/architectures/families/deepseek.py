@@ -89,8 +89,8 @@ def unsupported_latent_attention(config: Mapping[str, Any]) -> tuple[str, str] |
         and not scaling.get("mscale_all_dim")
     ):
         return "yarn scaling without mscale_all_dim", "with it"
-    if why := unsupported_epsilon(config):
-        return why
+    if reason := unsupported_epsilon(config):
+        return reason
     rank, layers = config.get("q_lora_rank"), " or ".join(map(str, LITE_LAYER_COUNTS))
     if rank is None and config["num_hidden_layers"] not in LITE_LAYER_COUNTS:
         return "q_lora_rank = null", f"with {layers} layers, or a number"

@@ -336,8 +336,8 @@ def layer_overrides(config: Mapping[str, Any], layers: Iterable[int]) -> Mapping
     for values in overrides.values():
         for name in [name for name, value in values.items() if config.get(name) == value]:
             del values[name]
-    first, *rest = ([overrides.pop(index, {}) for index in layers]) or [{}]
-    is_uniform = not any(overrides.values()) and all(values == first for values in rest)
+    first, *other_overrides = ([overrides.pop(index, {}) for index in layers]) or [{}]
+    is_uniform = not any(overrides.values()) and all(values == first for values in other_overrides)
     return first if is_uniform else None
 
 
@@ -500,13 +500,13 @@ def _mlp_config(keys: GgufKeys, first: int) -> dict[str, Any]:
     """Return the width of the MLP, and whether the layers that reuse keys and values have twice this width."""
     mlp_widths = keys.per_layer("feed_forward_length")
     regular, shared = {*mlp_widths[:first]}, {*mlp_widths[first:]}
-    twice = shared == {2 * mlp_widths[0]}
-    if len(regular) > 1 or not (twice or shared <= regular):
+    is_doubled = shared == {2 * mlp_widths[0]}
+    if len(regular) > 1 or not (is_doubled or shared <= regular):
         raise keys.not_read_error(
             f"feed_forward_length = {str(mlp_widths)[:40]}",
             "one, or twice that where keys are shared",
         )
-    return {"intermediate_size": mlp_widths[0], "use_double_wide_mlp": twice}
+    return {"intermediate_size": mlp_widths[0], "use_double_wide_mlp": is_doubled}
 
 
 def _expert_config(keys: GgufKeys) -> dict[str, Any]:
@@ -536,11 +536,16 @@ def _full_attention_rope(keys: GgufKeys) -> dict[str, Any]:
             "rope_freqs.weight", "one divisor, then those that stop what does not turn"
         )
     width = 2 * len(divisors)
-    share = 2 * len(active_divisors) / width
-    if int(share * width // 2) != len(active_divisors):  # rounded downwards
-        share = (2 * len(active_divisors) + 1) / width
+    rotated_share = 2 * len(active_divisors) / width
+    if int(rotated_share * width // 2) != len(active_divisors):  # rounded downwards
+        rotated_share = (2 * len(active_divisors) + 1) / width
     extra = {} if active_divisors[0] == 1 else {"factor": active_divisors[0]}
-    return {**default_rope, "rope_type": "proportional", "partial_rotary_factor": share, **extra}
+    return {
+        **default_rope,
+        "rope_type": "proportional",
+        "partial_rotary_factor": rotated_share,
+        **extra,
+    }
 
 
 _TOWER_ROPE_THETA = 100.0  # fixed in llama.cpp

@@ -256,8 +256,8 @@ def qwen3_projector(config: Mapping[str, Any]) -> Projector:
             *module_tensors("visual.merger.linear_fc2", "mm.2", (decoder_width, merged_width)),
             *(
                 tensor
-                for number, of in enumerate(deepstack)
-                for tensor in _deepstack_tensors(number, of, merged_width, decoder_width)
+                for number, layer in enumerate(deepstack)
+                for tensor in _deepstack_tensors(number, layer, merged_width, decoder_width)
             ),
         ),
     )

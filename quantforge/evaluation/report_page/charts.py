@@ -109,15 +109,15 @@ class Chart:
     narrow: str
 
 
-def error_bar_chart(title: str, note: str, figures: Figures) -> Chart:
+def error_bar_chart(title: str, note: str, values_with_errors: Figures) -> Chart:
     """Draw one value per model with its standard error."""
     values = [
         {"model": name, "value": value, "low": value - (error or 0), "high": value + (error or 0)}
-        for name, value, error in figures
+        for name, value, error in values_with_errors
     ]
     description = ", ".join(
         f"{name} {significant(value)}" + (f" ± {significant(error)}" if error else "")
-        for name, value, error in figures
+        for name, value, error in values_with_errors
     )
     x = {
         "type": "quantitative",
@@ -152,7 +152,7 @@ def error_bar_chart(title: str, note: str, figures: Figures) -> Chart:
 
 
 def series_chart(
-    title: str, note: str, series_label: str, figures: Mapping[str, Mapping[str, float]]
+    title: str, note: str, series_label: str, values_by_model: Mapping[str, Mapping[str, float]]
 ) -> Chart:
     """Draw several values per model on a logarithmic axis, with one color per series.
 
@@ -160,23 +160,25 @@ def series_chart(
         title: title of the chart and its axis, with the unit.
         note: explanation of the chart.
         series_label: what distinguishes the series, e.g. "sequences at once".
-        figures: values by model and series name; at most three series.
+        values_by_model: values by model and series name; at most three series.
     """
     values = [
         {"model": name, "series": key, "value": value}
-        for name, values_by_series in figures.items()
+        for name, values_by_series in values_by_model.items()
         for key, value in values_by_series.items()
     ]
     names = list(dict.fromkeys(str(item["series"]) for item in values))
     all_values = [
-        value for values_by_series in figures.values() for value in values_by_series.values()
+        value
+        for values_by_series in values_by_model.values()
+        for value in values_by_series.values()
     ]
     description = "; ".join(
         f"{name}: "
         + ", ".join(
             f"{series_label} {key} {significant(value)}" for key, value in values_by_series.items()
         )
-        for name, values_by_series in figures.items()
+        for name, values_by_series in values_by_model.items()
     )
     by_series = {"field": "series", "type": "nominal", "sort": names, "title": series_label}
     x = {
@@ -198,7 +200,9 @@ def series_chart(
     )
 
 
-def quantile_chart(title: str, note: str, figures: Mapping[str, Mapping[str, float]]) -> Chart:
+def quantile_chart(
+    title: str, note: str, quantiles_by_model: Mapping[str, Mapping[str, float]]
+) -> Chart:
     """Draw quantiles per model: a bar for the middle half of the tokens, a line for 90 %, and ticks beyond."""
     values = [
         {
@@ -208,16 +212,16 @@ def quantile_chart(title: str, note: str, figures: Mapping[str, Mapping[str, flo
                 for key, value in model_quantiles.items()
             },
         }
-        for name, model_quantiles in figures.items()
+        for name, model_quantiles in quantiles_by_model.items()
     ]
     description = "; ".join(
         f"{name}: median {significant(model_quantiles['0.5'])}, 99 % of the tokens below"
         f" {significant(model_quantiles['0.99'])}"
-        for name, model_quantiles in figures.items()
+        for name, model_quantiles in quantiles_by_model.items()
     )
     all_values = [
         max(value, 1e-9)
-        for model_quantiles in figures.values()
+        for model_quantiles in quantiles_by_model.values()
         for value in model_quantiles.values()
     ]
     x = {"type": "quantitative", "title": title, **log_axis(log_domain(all_values))}
@@ -243,24 +247,24 @@ def quantile_chart(title: str, note: str, figures: Mapping[str, Mapping[str, flo
     )
 
 
-def heat_map(title: str, note: str, figures: Mapping[str, Sequence[float | None]]) -> Chart:
+def heat_map(title: str, note: str, values_by_model: Mapping[str, Sequence[float | None]]) -> Chart:
     """Draw one strip per model with a cell per block, darker for larger values; None leaves a gap."""
     values: list[dict[str, Any]] = [
         {"model": name, "block": block, "value": value}
-        for name, block_values in figures.items()
+        for name, block_values in values_by_model.items()
         for block, value in enumerate(block_values)
         if value is not None
     ]
     largest = [
         max(model_values, key=lambda item: float(item["value"]))
-        for name in figures
+        for name in values_by_model
         if (model_values := [item for item in values if item["model"] == name])
     ]
     description = "; ".join(
         f"{item['model']}: most in block {item['block']}, {significant(item['value'])}"
         for item in largest
     )
-    maximum, count = max(item["value"] for item in values), max(map(len, figures.values()))
+    maximum, count = max(item["value"] for item in values), max(map(len, values_by_model.values()))
     thresholds = [maximum * step / len(HEAT) for step in range(1, len(HEAT))]
     labels = ["0", *map(significant, thresholds)]
     for item in values:
@@ -550,10 +554,10 @@ def _render_svg(specification: Mapping[str, Any], description: str) -> str:
         **specification,
     }
     svg = vl_convert.vegalite_to_svg(json.dumps(document), vl_version=VEGA_LITE)
-    svg_tag, _, rest = svg.partition(">")
+    svg_tag, _, after_tag = svg.partition(">")
     width, height = re.findall(r'(?:width|height)="([\d.]+)"', svg_tag)
     head = (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(description)}">'
     )
-    return head + rest
+    return head + after_tag

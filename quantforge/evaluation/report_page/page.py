@@ -172,8 +172,8 @@ def _detail_tables(rows: Sequence[Any], verdict: Verdict) -> Iterator[Any]:
 def _sections(rows: Sequence[Any], verdict: Verdict) -> Iterator[tuple[str, list[Chart]]]:
     """Yield the titles and charts of the sections in page order."""
     named_rows = [*zip(verdict.names, rows, strict=True)]
-    front = front_chart(rows, verdict)
-    quality = [] if front is None else [front]
+    pareto_chart = front_chart(rows, verdict)
+    quality = [] if pareto_chart is None else [pareto_chart]
     yield (
         "Size and quality",
         [*quality, *_quality_charts(named_rows), *_perplexity_charts(named_rows)],
@@ -200,9 +200,9 @@ def _quality_charts(named_rows: Sequence[tuple[str, Any]]) -> Iterator[Chart]:
 
 def _perplexity_charts(named_rows: Sequence[tuple[str, Any]]) -> Iterator[Chart]:
     """Yield charts of perplexity and its increase."""
-    figures = [(name, row["perplexity"], row["perplexity_se"]) for name, row in named_rows]
+    perplexities = [(name, row["perplexity"], row["perplexity_se"]) for name, row in named_rows]
     note = "Lines: one standard error over windows. All models read the same windows: differences are far more certain."
-    yield error_bar_chart("Perplexity", note, figures)
+    yield error_bar_chart("Perplexity", note, perplexities)
     increases = [
         (name, 100 * row["perplexity_increase"], 100 * (row["perplexity_increase_se"] or 0))
         for name, row in named_rows
@@ -317,16 +317,16 @@ def answers_by_prompt(
 
 def _shown_answer(name: str, answer: Row, reference: Row) -> ShownAnswer:
     """Prepare the answer of a model for display, with its differences from the reference's answer marked."""
-    about = f"{answer['tokens']} tokens" + ("" if answer["finished"] else ", cut there")
+    caption = f"{answer['tokens']} tokens" + ("" if answer["finished"] else ", cut there")
     if "diverges_at" in answer:
         difference = answer["diverges_at"]
-        about += (
+        caption += (
             ", the same as the reference's" if difference is None else f", parts after {difference}"
         )
-        about += f"; KL {significant(answer['kl_mean'])}"
+        caption += f"; KL {significant(answer['kl_mean'])}"
     return ShownAnswer(
         name,
-        about,
+        caption,
         tuple(mark_differences(answer["text"].strip("\n"), reference["text"].strip("\n"))),
     )
 

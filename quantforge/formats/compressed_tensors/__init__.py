@@ -371,9 +371,9 @@ def find_layouts(
             packed != (chosen.kind not in UNPACKED_FORMATS)
             and chosen.kind not in UNSPECIFIC_FORMATS
         ):
-            how = "packed" if packed else "not packed"
+            packing = "packed" if packed else "not packed"
             raise contradiction_error(
-                f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name
+                f"the format of its group is {chosen.kind!r}", f"{name} is {packing}", name
             )
         transposed = (
             untransposed_scheme(chosen.layer.weight) if family and family.transposed else None

@@ -256,9 +256,9 @@ def _parse_input(arguments: object) -> Activation | None:
     return Activation(grid, f"g{size}" if strategy == "group" else str(strategy), bool(dynamic))
 
 
-def _unsupported_error(what: str, fields: Arguments) -> InputError:
+def _unsupported_error(feature: str, fields: Arguments) -> InputError:
     return InputError(
-        f"compressed-tensors with {what} is not read ({dict(fields)})",
+        f"compressed-tensors with {feature} is not read ({dict(fields)})",
         f"read are {', '.join(READABLE_FORMATS)}",
         subject="config.json",
     )

@@ -292,12 +292,12 @@ def _column_count(
     if not tensors[name].data:
         return columns
     recorded: tuple[int, int] = struct.unpack("<2q", tensors[name].data)
-    fits = (
+    is_consistent = (
         recorded[1] == columns
         if size
         else words_per_row(recorded[1], scheme.bits) == packed_columns
     )
-    if recorded[0] != rows or recorded[1] < 1 or not fits:
+    if recorded[0] != rows or recorded[1] < 1 or not is_consistent:
         raise _shape_error(name, recorded, (rows, columns))
     return recorded[1]
 

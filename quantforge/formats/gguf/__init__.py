@@ -226,10 +226,10 @@ def _swap_axes(rows: Tensor, heads: int, first: int) -> Tensor:
     return rows.reshape(heads, first, -1, *shape[1:]).transpose(1, 2).reshape(shape)
 
 
-def unsupported_in_gguf(what: str, instead: str) -> RefusedError:
+def unsupported_in_gguf(setting: str, supported: str) -> RefusedError:
     """Return the error for a configuration that GGUF keys cannot express, with what is supported."""
     return RefusedError(
-        f"{what} cannot be carried by a GGUF file (supported: {instead})",
+        f"{setting} cannot be carried by a GGUF file (supported: {supported})",
         "use --format compressed-tensors",
         subject="config.json",
     )

@@ -49,12 +49,12 @@ def family_of(config: Mapping[str, Any]) -> GgufFamily:
     """
     declared = architecture_of(config)
     if declared is None or declared.gguf is None:
-        written = sorted(
+        supported_types = sorted(
             name for name in declared_families() if declared_architecture(name).gguf is not None
         )
         raise RefusedError(
             f"model_type {str(config.get('model_type', ''))!r}: not written as GGUF",
-            f"written are {', '.join(written)}; --format compressed-tensors --method rtn takes any decoder",
+            f"written are {', '.join(supported_types)}; --format compressed-tensors --method rtn takes any decoder",
         )
     return declared.gguf
 
@@ -106,12 +106,12 @@ def gguf_names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dic
     names = {
         name: named for name, named in _map_names(family, blocks, canonical) if named is not None
     }
-    lost = [name for name in canonical if name not in names]
-    if lost:
+    unnamed = [name for name in canonical if name not in names]
+    if unnamed:
         raise RefusedError(
-            f"{len(lost)} tensor(s) have no place in llama.cpp's {family.arch}: {', '.join(sorted(lost)[:5])}",
+            f"{len(unnamed)} tensor(s) have no place in llama.cpp's {family.arch}: {', '.join(sorted(unnamed)[:5])}",
             "use --format compressed-tensors",
-            tensor=lost[0],
+            tensor=unnamed[0],
         )
     return names
 
@@ -175,8 +175,8 @@ def _map_names(
         inner = _BLOCK_NAME.fullmatch(base)
         gguf_stems = family.tensor_names.get(inner[2]) if inner else None
         if inner and gguf_stems:
-            first, *others = (f"blk.{inner[1]}.{stem}" for stem in gguf_stems.split())
-            yield name, GgufName(first, int(expert[2]) if expert else -1, tuple(others))
+            first, *other_names = (f"blk.{inner[1]}.{stem}" for stem in gguf_stems.split())
+            yield name, GgufName(first, int(expert[2]) if expert else -1, tuple(other_names))
             continue
         target = mapping.get_name(base, try_suffixes=(".weight", ".bias"))
         if target is None or (
@@ -208,7 +208,7 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
         if gguf.TENSOR_NAMES[kind].rpartition(".")[2] == suffix
         for form in known
     }
-    meant = [
+    possible_names = [
         name
         for name in dict.fromkeys(
             re.sub(r"\.experts\.\d+\.", ".experts.*.", candidate) for candidate in canonical
@@ -217,5 +217,5 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
         or name in forms
     ]
     if block and block.isdecimal():
-        return next((name for name in meant if f".{block}." in name), "")
-    return next((name.rpartition(".")[2] for name in meant), "")
+        return next((name for name in possible_names if f".{block}." in name), "")
+    return next((name.rpartition(".")[2] for name in possible_names), "")

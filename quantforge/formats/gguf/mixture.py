@@ -256,8 +256,10 @@ def _down_type(mixture: str, base: str, index: int, shape: ModelShape) -> str:
         eight = shape.experts == _EIGHT_EXPERTS and _has_more_bits(index, shape.layers)
         return "Q4_K" if first or eight else base
     if mixture in {"Q2_K", "Q2_K_S", "Q3_K_M"} or (mixture == "IQ3_XXS" and not shape.importance):
-        raised, others = _DOWN_TYPES[mixture]
-        return raised if index < shape.layers // (16 if mixture == "Q3_K_M" else 8) else others
+        raised, default_type = _DOWN_TYPES[mixture]
+        return (
+            raised if index < shape.layers // (16 if mixture == "Q3_K_M" else 8) else default_type
+        )
     if mixture == "Q3_K_L" or (mixture == "Q4_K_S" and first):
         return "Q5_K"
     if mixture in {"Q4_K_M", "Q5_K_M"} and _has_more_bits(index, shape.layers):
@@ -274,11 +276,11 @@ def _attention_output_type(mixture: str, base: str, shape: ModelShape) -> str:
         raised = {"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"}
         raised |= {"IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", *_LOW_BIT_MIXTURES}
         return "Q5_K" if mixture in raised else base
-    others = {
+    types_by_mixture = {
         "Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K",
         "IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", **dict.fromkeys(_RAISED_TO_IQ3_S, "IQ3_S"),
     }  # fmt: skip
-    return others.get(mixture, base)
+    return types_by_mixture.get(mixture, base)
 
 
 def file_type(
@@ -293,13 +295,13 @@ def file_type(
         shapes: type and shape of every tensor of the file, by name.
         shape: of the model; with an importance or without one, whichever is nearer.
     """
-    stated, distances = _file_type_of(label), _mixture_distances(shapes, shape)
+    requested_type, distances = _file_type_of(label), _mixture_distances(shapes, shape)
     min_distance = min(distances.values(), default=0)
-    if distances.get(stated, min_distance) == min_distance:
-        return stated
-    ((common, _),) = Counter(_types_in_blocks(shapes).values()).most_common(1)
+    if distances.get(requested_type, min_distance) == min_distance:
+        return requested_type
+    ((most_common_type, _),) = Counter(_types_in_blocks(shapes).values()).most_common(1)
     nearest = [
-        (base != common, number)
+        (base != most_common_type, number)
         for number, base in MIXTURES.values()
         if distances[number] == min_distance
     ]
@@ -323,8 +325,12 @@ def _mixture_distances(
         counts = []
         for observed in (False, True):
             assigned = assign_types(label, columns.items(), replace(shape, importance=observed))
-            meant = {name: fitting_type(kind, columns[name]) for name, kind in assigned.items()}
-            counts.append(sum(meant.get(name, kind) != kind for name, kind in types.items()))
+            expected_types = {
+                name: fitting_type(kind, columns[name]) for name, kind in assigned.items()
+            }
+            counts.append(
+                sum(expected_types.get(name, kind) != kind for name, kind in types.items())
+            )
         distances[number] = min(counts)
     return distances
 

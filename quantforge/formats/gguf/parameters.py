@@ -98,8 +98,10 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
         "feed_forward_length": u32_value(sizes.ffn),
         "attention.head_count": u32_value(sizes.heads),
     }
-    key, stated = family.epsilon_keys
-    epsilon = f32_value(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
+    key, config_key = family.epsilon_keys
+    epsilon = f32_value(
+        _epsilon(config, config_key, 1e-6 if config_key == "rms_norm_eps" else 1e-5)
+    )
     if not family.uses_rotary:
         return HyperParameters(family, _prefix_keys(family, metadata | {key: epsilon}), sizes)
     metadata["attention.head_count_kv"] = u32_value(sizes.kv_heads)
@@ -176,13 +178,15 @@ def _family_keys(
                 _number(config_source if isinstance(config_source, str) else key, real, float)
             )
     for key, config_source in family.bool_keys.items():
-        stated = config_source if isinstance(config_source, bool) else config.get(config_source)
-        if stated is not None:
-            keys[key] = bool_value(bool(stated))
+        config_value = (
+            config_source if isinstance(config_source, bool) else config.get(config_source)
+        )
+        if config_value is not None:
+            keys[key] = bool_value(bool(config_value))
     for key, listing in family.per_layer_keys.items():
-        listed = list(listing(config))
-        kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
-        keys[key] = MetadataValue(ValueType.ARRAY, listed, kind)
+        value_list = list(listing(config))
+        kind = ValueType.BOOL if all(type(item) is bool for item in value_list) else ValueType.U32
+        keys[key] = MetadataValue(ValueType.ARRAY, value_list, kind)
     return keys
 
 
@@ -244,10 +248,10 @@ def _check_heads(config: Mapping[str, Any], family: GgufFamily, sizes: Dimension
     """Raise `RefusedError` for activations and head sizes that llama.cpp does not compute for the family."""
     allowed = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
-    for stated in (config[key] for key in keys if config.get(key)):
-        if stated not in allowed:
+    for config_value in (config[key] for key in keys if config.get(key)):
+        if config_value not in allowed:
             raise unsupported_in_gguf(
-                f"activation {stated!r}", f"{family.arch} computes {allowed[0]}"
+                f"activation {config_value!r}", f"{family.arch} computes {allowed[0]}"
             )
     if family.permutes_qk and sizes.head % 2:
         raise unsupported_in_gguf(f"head_dim = {sizes.head}", "an even number")
@@ -267,11 +271,11 @@ def _check_graph(
         if (config.get(key, value) or None) != (value or None):
             raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
     for key, value in family.required_values.items():
-        stated = config.get(key, value)
-        if stated != value and (stated is not None or value):
+        config_value = config.get(key, value)
+        if config_value != value and (config_value is not None or value):
             raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
-    if family.unsupported and (why := family.unsupported(config)):
-        raise unsupported_in_gguf(*why)
+    if family.unsupported and (unsupported := family.unsupported(config)):
+        raise unsupported_in_gguf(*unsupported)
     for first, other in family.equal_sizes:
         if sizes.size(first) != sizes.size(other):
             raise unsupported_in_gguf(
@@ -291,18 +295,18 @@ def _check_partial_rotary(
         or family.rope_divisors_head
     )
     if rope.width != sizes.head and not known:
-        share = rope.width / sizes.head
+        rotated_share = rope.width / sizes.head
         raise unsupported_in_gguf(
-            f"partial_rotary_factor = {share:g}", f"{family.arch} rotates whole heads"
+            f"partial_rotary_factor = {rotated_share:g}", f"{family.arch} rotates whole heads"
         )
 
 
 def _check_windows(config: Mapping[str, Any], period: int, layers: int) -> None:
     """Raise `RefusedError` unless exactly the last of every ``period`` layers has full attention."""
-    expected, stated = periodic_layer_types(layers, period), config.get("layer_types")
-    if isinstance(stated, list) and stated[:layers] != expected:
+    expected, layer_types = periodic_layer_types(layers, period), config.get("layer_types")
+    if isinstance(layer_types, list) and layer_types[:layers] != expected:
         raise unsupported_in_gguf(
-            f"layer_types = {stated[:8]}...", f"llama.cpp assumes {expected[:8]}..."
+            f"layer_types = {layer_types[:8]}...", f"llama.cpp assumes {expected[:8]}..."
         )
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         if config.get(key, period) != period:

@@ -266,10 +266,10 @@ def _join_parts(path: Path, first: GgufFile) -> GgufFile:
             )
         tensors |= entry.tensors
         metadata = metadata or entry.metadata
-    stated = first.value("split.tensors.count", int, len(tensors))
-    if stated != len(tensors):
+    declared_count = first.value("split.tensors.count", int, len(tensors))
+    if declared_count != len(tensors):
         raise InputError(
-            f"{len(tensors)} tensors in all parts, {stated} stated",
+            f"{len(tensors)} tensors in all parts, {declared_count} stated",
             DAMAGED_HINT,
             file=str(path),
             subject=str(path),
@@ -299,10 +299,10 @@ class HeaderReader:
         """Return the number of bytes left in the file."""
         return self._size - self.position
 
-    def error(self, what: str, tensor: str | None = None) -> InputError:
+    def error(self, message: str, tensor: str | None = None) -> InputError:
         """Return the error for invalid data at the current position."""
         return InputError(
-            f"{what} (at byte {self.position})",
+            f"{message} (at byte {self.position})",
             DAMAGED_HINT,
             file=str(self._path),
             tensor=tensor,
@@ -321,13 +321,13 @@ class HeaderReader:
         return self._buffer[offset : offset + count]
 
     def _pread(self, count: int) -> bytes:
-        pieces, done = [], 0
-        while done < count:
-            piece = os.pread(self._descriptor, count - done, self._start + done)
+        pieces, num_read = [], 0
+        while num_read < count:
+            piece = os.pread(self._descriptor, count - num_read, self._start + num_read)
             if not piece:
                 raise changed_error(self._path)
             pieces.append(piece)
-            done += len(piece)
+            num_read += len(piece)
         return b"".join(pieces)
 
     def number(self, code: str) -> int:
@@ -335,25 +335,25 @@ class HeaderReader:
         value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
         return value
 
-    def string(self, what: str, limit: int | None = None) -> bytes:
+    def string(self, label: str, limit: int | None = None) -> bytes:
         """Read a length-prefixed string as bytes."""
         length = self.number("<Q")
         if length > self.left or (limit is not None and length > limit):
             raise self.error(
-                f"{what}: a string of {length} bytes, {min(self.left, limit or self.left)} possible"
+                f"{label}: a string of {length} bytes, {min(self.left, limit or self.left)} possible"
             )
         return self.take(length)
 
-    def check_array(self, count: int, min_bytes: int, what: str) -> None:
+    def check_array(self, count: int, min_bytes: int, label: str) -> None:
         """Raise `InputError` if an array is longer than the rest of the file or the limit for all arrays."""
         if count > min(MAX_VALUES - self.values, self.left // min_bytes):
-            raise self.error(f"{what}: an array of {count} values in {self.left} bytes")
+            raise self.error(f"{label}: an array of {count} values in {self.left} bytes")
         self.values += count
 
-    def check_count(self, count: int, min_bytes: int, limit: int, what: str) -> None:
+    def check_count(self, count: int, min_bytes: int, limit: int, label: str) -> None:
         """Raise `InputError` if a count is negative, above its limit, or too large for the rest of the file."""
         if not 0 <= count <= min(limit, self.left // min_bytes):
-            raise self.error(f"{count} {what} in {self.left} bytes")
+            raise self.error(f"{count} {label} in {self.left} bytes")
 
 
 # Keys
@@ -412,12 +412,12 @@ def _read_type(header: HeaderReader, key: str) -> ValueType:
     return ValueType(number)
 
 
-def _decoded_text(header: HeaderReader, data: bytes, what: str) -> str:
-    """Decode UTF-8; raise `InputError` for invalid bytes, naming them ``what``."""
+def _decoded_text(header: HeaderReader, data: bytes, label: str) -> str:
+    """Decode UTF-8; raise `InputError` for invalid bytes, naming them ``label``."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise header.error(f"{what} is not UTF-8") from error
+        raise header.error(f"{label} is not UTF-8") from error
 
 
 def _decode_piece(data: bytes) -> str:
@@ -428,8 +428,10 @@ def _alignment_of(header: HeaderReader, metadata: dict[str, MetadataValue]) -> i
     """Return the alignment of tensors in bytes; raise `InputError` unless it is a power of two within limits."""
     entry = metadata.get("general.alignment", MetadataValue(ValueType.U32, ALIGNMENT))
     value = entry.value
-    good = entry.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
-    if not good or not isinstance(value, int) or value & (value - 1):
+    is_valid = (
+        entry.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
+    )
+    if not is_valid or not isinstance(value, int) or value & (value - 1):
         raise header.error(
             f"general.alignment = {value!r}: a power of two from 8 to {MAX_ALIGNMENT} of type u32"
         )

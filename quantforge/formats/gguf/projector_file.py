@@ -196,14 +196,14 @@ def _declared_projector(config: Mapping[str, Any]) -> Projector:
         )
     tower = _projector_declaration(config)
     if tower is None or not has_projector(config):
-        written = sorted(
+        supported = sorted(
             family
             for family in declared_families()
             if _projector_declaration({"model_type": family})
         )
         raise RefusedError(
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
-            f"written are those of {', '.join(written)}; without {OPTION}, the language model alone",
+            f"written are those of {', '.join(supported)}; without {OPTION}, the language model alone",
         )
     return tower(config)
 
@@ -215,12 +215,12 @@ def _projector_declaration(
     return architecture.projector.get(str(config.get("model_type"))) if architecture else None
 
 
-def _require_none(what: str, names: Collection[str]) -> None:
+def _require_none(problem: str, names: Collection[str]) -> None:
     if names:
         first = sorted(names)
-        more = f" and {len(first) - _MAX_SHOWN} more" if len(first) > _MAX_SHOWN else ""
+        more_suffix = f" and {len(first) - _MAX_SHOWN} more" if len(first) > _MAX_SHOWN else ""
         raise InputError(
-            f"the vision tower {what} {', '.join(first[:_MAX_SHOWN])}{more}",
+            f"the vision tower {problem} {', '.join(first[:_MAX_SHOWN])}{more_suffix}",
             f"complete files, or leave {OPTION} out",
             tensor=first[0],
         )
@@ -236,12 +236,12 @@ def _tower_events(
         else []
     )
     names = {declared.canonical_name(entry.name): entry.nbytes for entry in entries}
-    lost = {
+    rounded_to_zero = {
         name: size for name, size in names.items() if matches_any(declared.omitted_towers, name)
     }
-    if lost:
-        towers = " and ".join(sorted({name.partition(".")[0] for name in lost}))
-        detail = f"{towers}: {len(lost)} tensors, {sum(lost.values())} bytes, are in no file"
+    if rounded_to_zero:
+        towers = " and ".join(sorted({name.partition(".")[0] for name in rounded_to_zero}))
+        detail = f"{towers}: {len(rounded_to_zero)} tensors, {sum(rounded_to_zero.values())} bytes, are in no file"
         events.append(Event("tower-dropped", where, detail))
     return tuple(events)
 

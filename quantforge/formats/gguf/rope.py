@@ -74,11 +74,14 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
         InputError: a value that is no positive number.
     """
     head = family.rope_divisors_head
-    stated, older = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
-    scaling, local = stated or older, None
+    parameters, legacy_scaling = (
+        _mapping(config, "rope_parameters"),
+        _mapping(config, "rope_scaling"),
+    )
+    scaling, local = parameters or legacy_scaling, None
     if family.has_sliding_rope_base:
-        local = _local_base(config, _mapping(stated, "sliding_attention"))
-        scaling = _mapping(stated, "full_attention") or scaling
+        local = _local_base(config, _mapping(parameters, "sliding_attention"))
+        scaling = _mapping(parameters, "full_attention") or scaling
     base = _positive_number(
         scaling, "rope_theta", config.get("rope_theta", family.default_rope_base)
     )
@@ -92,18 +95,18 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
             "use --format compressed-tensors",
             subject="config.json",
         )
-    share = _positive_number(
+    rotated_share = _positive_number(
         scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
     )
-    known = _spelled(stated)
-    if stated and {**known, **_spelled(older)} != known:
+    known = _spelled(parameters)
+    if parameters and {**known, **_spelled(legacy_scaling)} != known:
         raise InputError(
             "rope_parameters and rope_scaling say different things",
             "keep rope_parameters alone",
             subject="config.json",
         )
     return RopeParameters(
-        width=sizes.size(head) if head else int(sizes.head * share),
+        width=sizes.size(head) if head else int(sizes.head * rotated_share),
         base=base,
         kind="default" if kind in _UNSCALED else kind,
         local_base=local,
@@ -252,8 +255,8 @@ def _proportional_divisors(rope: RopeParameters) -> list[float]:
     """Return the divisors of all frequencies of a head; frequencies that do not rotate have a huge divisor."""
     if rope.kind != _PROPORTIONAL:
         return [1.0] * (rope.width // 2)
-    share = _positive_number(rope.settings, "partial_rotary_factor", 1.0)
-    turning = int(share * rope.width // 2)
+    rotated_share = _positive_number(rope.settings, "partial_rotary_factor", 1.0)
+    turning = int(rotated_share * rope.width // 2)
     factor = _positive_number(rope.settings, "factor", 1.0)
     return [factor] * turning + [_NO_ROTATION] * (rope.width // 2 - turning)
 
@@ -270,8 +273,8 @@ def llama3_divisors(
         elif wavelength > original / low:
             divisors.append(factor)
         else:
-            share = (original / wavelength - low) / (high - low)
-            divisors.append(1 / ((1 - share) / factor + share))
+            smooth_factor = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth_factor) / factor + smooth_factor))
     return divisors
 
 
@@ -286,20 +289,20 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
         InputError: the range ends before it begins.
         RefusedError: naming the key.
     """
-    stated = _betas(rope)
-    values_text = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
-    if stated["beta_fast"] < stated["beta_slow"]:
+    betas = _betas(rope)
+    values_text = ", ".join(f"{name} = {value:g}" for name, value in betas.items())
+    if betas["beta_fast"] < betas["beta_slow"]:
         raise InputError(f"{values_text}", "exchange them", subject="config.json")
-    if _yarn_range(rope, stated, rounded=_truncates(rope))[1] < 0:
+    if _yarn_range(rope, betas, rounded=_truncates(rope))[1] < 0:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context
         short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
         raise unsupported_in_gguf(short, "more")
-    known = stated if family.reads_yarn_betas else _BETAS
-    if _yarn_range(rope, stated, rounded=True) != _yarn_range(rope, known, rounded=True):
+    known = betas if family.reads_yarn_betas else _BETAS
+    if _yarn_range(rope, betas, rounded=True) != _yarn_range(rope, known, rounded=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
         flags = " ".join(
-            f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
+            f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in betas.items()
         )
         raise unsupported_in_gguf(
             f"{values_text} of yarn scaling",
@@ -321,11 +324,11 @@ def yarn_rounding(rope: RopeParameters) -> str:
     )
     if exact_range == rounded_range:
         return ""
-    here, there = (
+    exact_text, rounded_text = (
         f"{exact_range[0]:.2f} to {exact_range[1]:.2f}",
         f"{rounded_range[0]:g} to {rounded_range[1]:g}",
     )
-    return f"frequencies {here} are interpolated, in llama.cpp {there}"
+    return f"frequencies {exact_text} are interpolated, in llama.cpp {rounded_text}"
 
 
 def _truncates(rope: RopeParameters) -> bool:

@@ -300,16 +300,16 @@ def config_from_keys(file: GgufFile) -> dict[str, Any]:
 
 def _model_type(file: GgufFile) -> str:
     """Return the ``model_type``; a llama file with experts is mixtral."""
-    arch, read = file.value("general.architecture", str), model_type_by_arch()
-    if arch not in read:
+    arch, known_types = file.value("general.architecture", str), model_type_by_arch()
+    if arch not in known_types:
         raise NotReadError(
             f"architecture {arch!r} is not read",
-            f"read are {', '.join(sorted(read))}",
+            f"read are {', '.join(sorted(known_types))}",
             subject=str(file.files[0]),
         )
     if arch == "llama" and file.value("llama.expert_count", int, 0) > 1:
         return "mixtral"
-    return read[arch]
+    return known_types[arch]
 
 
 def _ids(file: GgufFile) -> dict[str, int]:
@@ -393,10 +393,10 @@ class ArchitectureKeys:
         layers = self.get_int("block_count")
         value = self.file.metadata.get(self._named(key))
         if layers > _MOST_LAYERS or (value is not None and isinstance(value.value, list)):
-            listed: list[Any] = self.file.value(self._named(key), list)
-            if len(listed) != layers or any(type(item) is not kind for item in listed):
-                raise self._damaged(key, str(listed)[:40])
-            return [self._count(key, item) for item in listed]
+            values: list[Any] = self.file.value(self._named(key), list)
+            if len(values) != layers or any(type(item) is not kind for item in values):
+                raise self._damaged(key, str(values)[:40])
+            return [self._count(key, item) for item in values]
         return [self._count(key, self.file.value(self._named(key), kind))] * layers
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -413,10 +413,10 @@ class ArchitectureKeys:
             for value in read_tensor(self.file.tensors[FREQUENCIES].raw()).tolist()
         ]
 
-    def not_read_error(self, what: str, instead: str) -> NotReadError:
+    def not_read_error(self, setting: str, supported: str) -> NotReadError:
         """Return the error for a file that no transformers configuration can describe."""
         return NotReadError(
-            f"{what} is not read (read: {instead})",
+            f"{setting} is not read (read: {supported})",
             "evaluate it with --engine llama.cpp",
             subject=str(self.file.files[0]),
         )

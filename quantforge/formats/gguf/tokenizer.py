@@ -48,9 +48,9 @@ def flatten_steps(node: object, key: str) -> list[Mapping[str, Any]]:
 def _byte_characters() -> dict[str, int]:
     """Return the byte for each character of the byte-level BPE alphabet (GPT-2's)."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
+    unprinted = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
+        chr(256 + n): byte for n, byte in enumerate(unprinted)
     }
 
 
@@ -101,7 +101,7 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     The ``tokenizers`` library reads no id of an added token: one that is a piece of the vocabulary has its id, and
     others follow, in the order of the file, after the number of pieces. So an id that the file says may be another.
     """
-    stated = tokenizer.get("added_tokens")
+    declared = tokenizer.get("added_tokens")
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(vocab, list):  # unigram: pieces with their scores
@@ -113,13 +113,13 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     vocab = vocab if isinstance(vocab, Mapping) else {}
     tokens: dict[str, Mapping[str, Any]] = {}
     last = -1
-    for item in stated if isinstance(stated, list) else ():
-        good = (
+    for item in declared if isinstance(declared, list) else ():
+        is_valid = (
             isinstance(item, Mapping)
             and type(item.get("id")) is int
             and isinstance(item.get("content"), str)
         )
-        if not good or item["id"] < 0:
+        if not is_valid or item["id"] < 0:
             raise InputError(
                 "tokenizer.json: an added token without id or content", "the file is damaged"
             )
@@ -152,43 +152,43 @@ def apply_tokenizer_config(
     ``added_tokens_decoder`` replaces the flags of an added token. Pieces of the vocabulary that it lists, or that are
     named as special tokens, become added tokens: text is split at them before anything else.
     """
-    added = {item["content"]: dict(item) for item in added_tokens(tokenizer)}
+    tokens_by_text = {item["content"]: dict(item) for item in added_tokens(tokenizer)}
     vocab = tokenizer["model"]["vocab"]
-    listed = settings.get("added_tokens_decoder")
-    for item in listed.values() if isinstance(listed, Mapping) else ():
+    token_settings = settings.get("added_tokens_decoder")
+    for item in token_settings.values() if isinstance(token_settings, Mapping) else ():
         content = item.get("content") if isinstance(item, Mapping) else None
-        if isinstance(content, str) and (content in added or content in vocab):
+        if isinstance(content, str) and (content in tokens_by_text or content in vocab):
             flags = {
                 key: item[key] for key in _ADDED_TOKEN_FLAGS if isinstance(item.get(key), bool)
             }
-            added[content] = {
+            tokens_by_text[content] = {
                 "id": vocab.get(content),
-                **added.get(content, {"content": content}),
+                **tokens_by_text.get(content, {"content": content}),
                 **flags,
             }
     for content in special_token_texts(settings):
-        if content in vocab and content not in added:
-            added[content] = {"id": vocab[content], "content": content, "special": True}
-    return {**tokenizer, "added_tokens": list(added.values())}
+        if content in vocab and content not in tokens_by_text:
+            tokens_by_text[content] = {"id": vocab[content], "content": content, "special": True}
+    return {**tokenizer, "added_tokens": list(tokens_by_text.values())}
 
 
 def special_token_texts(settings: Mapping[str, Any]) -> list[str]:
     """Return the texts of the special tokens in ``tokenizer_config.json``."""
-    stated = [settings.get(role) for role in _TOKEN_KEYS]
+    declared = [settings.get(role) for role in _TOKEN_KEYS]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = settings.get(key)
         if isinstance(value, Mapping | list):
-            stated += value.values() if isinstance(value, Mapping) else value
-    texts = (item.get("content") if isinstance(item, Mapping) else item for item in stated)
+            declared += value.values() if isinstance(value, Mapping) else value
+    texts = (item.get("content") if isinstance(item, Mapping) else item for item in declared)
     return [text for text in texts if isinstance(text, str) and text]
 
 
 def check_added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise `InputError` if a token added in ``tokenizer_config.json`` is missing from ``tokenizer.json``."""
-    listed = settings.get("added_tokens_decoder")
-    added = {item["content"] for item in added_tokens(tokenizer)}
-    known = added | tokenizer["model"]["vocab"].keys()
-    for number, item in listed.items() if isinstance(listed, Mapping) else ():
+    token_settings = settings.get("added_tokens_decoder")
+    added_texts = {item["content"] for item in added_tokens(tokenizer)}
+    known = added_texts | tokenizer["model"]["vocab"].keys()
+    for number, item in token_settings.items() if isinstance(token_settings, Mapping) else ():
         content = item.get("content") if isinstance(item, Mapping) else None
         if content not in known:
             raise InputError(
@@ -214,8 +214,8 @@ def special_ids(
     """
     ids: dict[str, int] = {}
     for role in _SPECIAL_ROLES:
-        stated = settings.get(f"{role}_token")
-        content = stated.get("content") if isinstance(stated, Mapping) else stated
+        setting = settings.get(f"{role}_token")
+        content = setting.get("content") if isinstance(setting, Mapping) else setting
         number = config.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(content, str) and content in past:
@@ -236,16 +236,16 @@ def special_ids(
     ends = [number for number in end_token_ids(root) if 0 <= number < len(numbers)]
     if "eos" not in ids and ends:
         ids["eos"] = ends[0]
-    others = [number for number in ends if number != ids.get("eos")]
-    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    other_ends = [number for number in ends if number != ids.get("eos")]
+    ids |= dict(zip(("eot", "eom"), other_ends, strict=False))
     return ids
 
 
 def end_token_ids(root: Path) -> list[int]:
     """Return the ids of ``eos_token_id`` in ``generation_config.json``."""
-    stated = read_settings(root / "generation_config.json").get("eos_token_id")
-    listed = stated if isinstance(stated, list) else [stated]
-    return [number for number in listed if type(number) is int]
+    eos_setting = read_settings(root / "generation_config.json").get("eos_token_id")
+    eos_ids = eos_setting if isinstance(eos_setting, list) else [eos_setting]
+    return [number for number in eos_ids if type(number) is int]
 
 
 def bos_eos_flags(
@@ -294,12 +294,12 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
         InputError: a template cannot be read, or two names have one key.
     """
     try:
-        stated = read_templates(root)
+        read = read_templates(root)
     except SourceError as error:
         raise InputError(error.message, error.hint) from error
     templates: dict[str, str] = {}
-    notes = list(stated.notes)
-    for name, text in stated.templates.items():
+    notes = list(read.notes)
+    for name, text in read.templates.items():
         called = "" if name == DEFAULT else template_key(name)
         if not text:
             notes.append(f"{name} is empty and is not written")

@@ -41,8 +41,10 @@ _NOT_IN_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})  # bytes that never 
 def normalizer_differences(tokenizer: Mapping[str, Any]) -> Iterator[str]:
     """Yield the normalizer steps of a byte-level BPE tokenizer; llama.cpp has none of them."""
     for node in flatten_steps(tokenizer.get("normalizer"), "normalizers"):
-        same = ": the same tokens for text that already is" if node.get("type") == "NFC" else ""
-        yield f"normalizer {node.get('type')}: llama.cpp does not normalize text{same}"
+        same_note = (
+            ": the same tokens for text that already is" if node.get("type") == "NFC" else ""
+        )
+        yield f"normalizer {node.get('type')}: llama.cpp does not normalize text{same_note}"
 
 
 def space_differences(tokenizer: Mapping[str, Any]) -> Iterator[str]:
@@ -127,10 +129,10 @@ def added_token_differences(
         name: of the model; llama.cpp recognizes Phi-3 by it, and drops spaces after its added tokens.
         tokens: texts of all tokens in the GGUF file, by id.
     """
-    added = added_tokens(tokenizer)
+    tokens_added = added_tokens(tokenizer)
     stripping = phi3_space_stripping(name, tokens)
     texts_by_difference: dict[str, list[str]] = {}
-    for item in added:
+    for item in tokens_added:
         text = item["content"]
         if item.get("single_word"):
             difference = "single_word: llama.cpp takes them within words, too"
@@ -153,7 +155,7 @@ def added_token_differences(
         elif kind == "llama" and spelled_with_spaces(item, tokenizer):
             difference = f"hold {SENTENCEPIECE_SPACE}: llama.cpp looks for spaces instead, before it merges any pieces"
             texts_by_difference.setdefault(difference, []).append(text)
-    overlapping = _overlapping([item["content"] for item in added])
+    overlapping = _overlapping([item["content"] for item in tokens_added])
     if overlapping:
         first, second = overlapping
         yield (
@@ -248,13 +250,13 @@ def post_processor_differences(
                     else [ids.get(name, -1)]
                 )
             ]
-            written = [special[role]] if flags.get(f"add_{role}_token") else []
-            if numbers != written:
-                shown, instead = (
+            written_ids = [special[role]] if flags.get(f"add_{role}_token") else []
+            if numbers != written_ids:
+                shown, replacement = (
                     ", ".join(map(repr, names)),
-                    "nothing" if not written else "one token",
+                    "nothing" if not written_ids else "one token",
                 )
-                yield f"post_processor puts {shown or 'nothing'} {place_word} a text: llama.cpp puts {instead}"
+                yield f"post_processor puts {shown or 'nothing'} {place_word} a text: llama.cpp puts {replacement}"
 
 
 def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -262,10 +264,10 @@ def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str
     nodes = flatten_steps(tokenizer.get("decoder"), "decoders")
     kinds = [str(node.get("type")) for node in nodes]
     if kind == "gpt2":
-        good = kinds == ["ByteLevel"]
+        is_supported = kinds == ["ByteLevel"]
     else:
         spaces = any(_reads_spaces(node) for node in nodes)
-        good = (
+        is_supported = (
             spaces
             and "ByteFallback" in kinds
             and set(kinds)
@@ -277,7 +279,7 @@ def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str
                 "Metaspace",
             }
         )
-    if not good:
+    if not is_supported:
         shown = ", ".join(kinds) or "none"
         first = "" if kind == "gpt2" else f"{SENTENCEPIECE_SPACE} as a space, and "
         yield f"decoder {shown}: llama.cpp reads {first}pieces of bytes as bytes"
@@ -300,11 +302,14 @@ def settings_differences(
     """
     ends = dict(zip(("bos", "eos"), post_processor_ends(tokenizer), strict=True))
     for role, verb in (("bos", "begins"), ("eos", "ends")):
-        stated, written = settings.get(f"add_{role}_token"), flags.get(f"add_{role}_token", False)
-        if isinstance(stated, bool) and (stated != written or (stated and ends[role] is None)):
+        flag, written_flag = (
+            settings.get(f"add_{role}_token"),
+            flags.get(f"add_{role}_token", False),
+        )
+        if isinstance(flag, bool) and (flag != written_flag or (flag and ends[role] is None)):
             yield (
-                f"add_{role}_token = {str(stated).lower()}: tokenizer.json says otherwise, and classes of transformers "
-                f"go by one or the other; llama.cpp puts {'a' if written else 'no'} token that {verb} a text"
+                f"add_{role}_token = {str(flag).lower()}: tokenizer.json says otherwise, and classes of transformers "
+                f"go by one or the other; llama.cpp puts {'a' if written_flag else 'no'} token that {verb} a text"
             )
     known = {item["content"] for item in added_tokens(tokenizer)} | tokenizer["model"][
         "vocab"
@@ -340,11 +345,11 @@ def end_token_differences(
     if "eos" not in special and default < len(tokens):
         yield f"no token that ends a text: llama.cpp takes {tokens[default]!a} (id {default}) for one"
     stored_ends = {special.get(role) for role in ("eos", "eot", "eom")}
-    lost = [
+    lost_ids = [
         number
         for number in ends
         if number not in stored_ends and tokens[number] not in _ALWAYS_ENDS
     ]
-    if lost:
-        shown = ", ".join(f"{tokens[number]!a}" for number in lost[:_MAX_SHOWN])
+    if lost_ids:
+        shown = ", ".join(f"{tokens[number]!a}" for number in lost_ids[:_MAX_SHOWN])
         yield f"eos_token_id: {shown}: there are keys for three tokens that end a text"

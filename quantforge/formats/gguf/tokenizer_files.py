@@ -54,7 +54,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
             "gpt2 and llama are",
             subject=str(file.files[0]),
         )
-    added = [
+    added_entries = [
         _added_token(number, tokens[number], special=kind == TokenType.CONTROL)
         for number, kind in enumerate(kinds)
         if kind in {TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN}
@@ -64,7 +64,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": added_entries,
         **build(file, vocab, roles),
         "post_processor": _post_processor(file, ids, roles),
     }
@@ -195,17 +195,17 @@ def _sentencepiece_bpe(
     prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SENTENCEPIECE_SPACE}
     steps = [{"type": "Prepend", "prepend": SENTENCEPIECE_SPACE}, spaces] if prefix else [spaces]
-    back: list[dict[str, Any]] = [
+    decoder_steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SENTENCEPIECE_SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
     if prefix:
-        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        decoder_steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": back},
+        "decoder": {"type": "Sequence", "decoders": decoder_steps},
         "model": _bpe_model(
             vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=roles.get("unk")
         ),
@@ -249,14 +249,16 @@ def _post_processor(
     pre = file.value("tokenizer.ggml.pre", str, "default")
     first_too = adds_bos_by_default(file.value("tokenizer.ggml.model", str), pre)
     unsaid = {"bos": first_too, "eos": False}
-    around = {
+    special_items = {
         role: {"SpecialToken": {"id": roles[role], "type_id": 0}}
         for role in ("bos", "eos")
         if role in roles and file.value(f"tokenizer.ggml.add_{role}_token", bool, unsaid[role])
     }
-    if not around:
+    if not special_items:
         return None
-    first, last = ([around[role]] if role in around else [] for role in ("bos", "eos"))
+    first, last = (
+        [special_items[role]] if role in special_items else [] for role in ("bos", "eos")
+    )
     text = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
     return {
         "type": "TemplateProcessing",
@@ -264,7 +266,7 @@ def _post_processor(
         "pair": [*first, *text, *last],
         "special_tokens": {
             roles[role]: {"id": roles[role], "ids": [ids[role]], "tokens": [roles[role]]}
-            for role in around
+            for role in special_items
         },
     }
 

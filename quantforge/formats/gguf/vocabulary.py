@@ -198,10 +198,10 @@ def vocabulary(
         else _byte_level(tokenizer, pre)
     )
     check_added_tokens(tokenizer, settings)
-    past = _tokens_past_embedding(path, tokenizer, pieces, rows)
+    beyond_rows = _tokens_past_embedding(path, tokenizer, pieces, rows)
     _fill_tokens(path, built, tokenizer, pieces, rows)
     numbers = {piece: number for number, piece in enumerate(built.tokens)}
-    built.special = special_ids(numbers, settings, config, root, past)
+    built.special = special_ids(numbers, settings, config, root, beyond_rows)
     built.flags |= bos_eos_flags(numbers, built.special, tokenizer, settings, model=built.model)
     built.templates, notes = chat_templates(root)
     built.notes += notes
@@ -240,29 +240,31 @@ def _tokens_past_embedding(
         InputError: ordinary text has one, or every text begins or ends with one.
     """
     model = tokenizer["model"]
-    added = {item["content"]: item["id"] for item in added_tokens(tokenizer)}
-    past = {text: number for number, text in pieces.items() if number >= rows}
-    past |= {text: number for text, number in added.items() if number >= rows}
-    if not past:
-        return past
+    added_ids = {item["content"]: item["id"] for item in added_tokens(tokenizer)}
+    beyond_rows = {text: number for number, text in pieces.items() if number >= rows}
+    beyond_rows |= {text: number for text, number in added_ids.items() if number >= rows}
+    if not beyond_rows:
+        return beyond_rows
     merged_pieces = {left + right for left, right in read_merges(model)}
-    reads_whole_words = bool(model.get("ignore_merges")) or str(model.get("unk_token")) in past
-    around = {piece for piece in post_processor_ends(tokenizer) if piece is not None}
-    for piece, number in past.items():
-        ordinary = piece not in added and (
+    reads_whole_words = (
+        bool(model.get("ignore_merges")) or str(model.get("unk_token")) in beyond_rows
+    )
+    post_processed = {piece for piece in post_processor_ends(tokenizer) if piece is not None}
+    for piece, number in beyond_rows.items():
+        ordinary = piece not in added_ids and (
             reads_whole_words
             or piece in merged_pieces
             or len(piece) == 1
             or _BYTE_PIECE.fullmatch(piece)
         )
-        if ordinary or piece in around:
+        if ordinary or piece in post_processed:
             raise InputError(
                 f"token {piece!r} has id {number}, the embedding has {rows} rows",
                 "tokenizer and weights are not of one model, or the embedding was not resized",
                 file=str(path),
                 subject=str(path),
             )
-    return past
+    return beyond_rows
 
 
 def _fill_tokens(
@@ -276,7 +278,7 @@ def _fill_tokens(
             kinds[number] = TokenType.BYTE
         elif piece == model.get("unk_token"):
             kinds[number] = TokenType.UNKNOWN
-    added = {}
+    added_contents = {}
     for item in added_tokens(tokenizer):
         special = bool(item.get("special"))
         spaced = filled.model == "llama" and differences.spelled_with_spaces(item, tokenizer)
@@ -289,21 +291,23 @@ def _fill_tokens(
                 file=str(path),
                 subject=str(path),
             )
-        added[item["id"]] = pieces[item["id"]] = content
+        added_contents[item["id"]] = pieces[item["id"]] = content
         if kinds.get(item["id"]) is not TokenType.UNKNOWN:
             kinds[item["id"]] = TokenType.CONTROL if special else TokenType.USER_DEFINED
-    past = {number: piece for number, piece in pieces.items() if number >= rows}
-    if past:
-        shown = ", ".join(f"{past[number]!a:.60} (id {number})" for number in sorted(past)[:3])
+    beyond_rows = {number: piece for number, piece in pieces.items() if number >= rows}
+    if beyond_rows:
+        shown = ", ".join(
+            f"{beyond_rows[number]!a:.60} (id {number})" for number in sorted(beyond_rows)[:3]
+        )
         filled.events.append(
             Event(
                 "tokens-dropped",
                 path.name,
-                f"{len(past)} token(s) past the {rows} rows of the embedding, {shown}: "
+                f"{len(beyond_rows)} token(s) past the {rows} rows of the embedding, {shown}: "
                 "llama.cpp takes their names in a text for ordinary text",
             )
         )
-        gone = set(past.values())
+        gone = set(beyond_rows.values())
         filled.merges = [pair for pair in filled.merges if pair.replace(" ", "", 1) not in gone]
     scores = (
         dict(zip(sorted(model["vocab"].values()), filled.scores, strict=True))
@@ -317,7 +321,7 @@ def _fill_tokens(
     ]
     if filled.scores:
         filled.scores = [
-            _ADDED_SCORE if number in added else scores.get(number, _UNUSED_SCORE)
+            _ADDED_SCORE if number in added_contents else scores.get(number, _UNUSED_SCORE)
             for number in range(rows)
         ]
     if len(set(filled.tokens)) != rows:
@@ -506,13 +510,13 @@ def _sentencepiece(
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(pairs):
         ranks.setdefault(left + right, rank)
-    added = {item["content"] for item in added_tokens(tokenizer)}
+    added_texts = {item["content"] for item in added_tokens(tokenizer)}
     _check_bytes(path, vocab)
     if pre is None:
-        _check_merges(path, vocab, pairs, added)
+        _check_merges(path, vocab, pairs, added_texts)
     built = Vocabulary("llama", "default", [], [])
     named = pre is not None
-    built.flags["add_space_prefix"] = _adds_space_prefix(path, tokenizer, added, named=named)
+    built.flags["add_space_prefix"] = _adds_space_prefix(path, tokenizer, added_texts, named=named)
     built.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
     return built
 
@@ -529,12 +533,12 @@ def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
 
 
 def _check_merges(
-    path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
+    path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added_texts: set[str]
 ) -> None:
     """Raise `RefusedError` unless every split of a token into two tokens is a merge, as llama.cpp assumes."""
     check_lengths(path, vocab)
     known = set(pairs)
-    for piece in vocab.keys() - added:
+    for piece in vocab.keys() - added_texts:
         if _BYTE_PIECE.fullmatch(piece):
             continue
         for cut in range(1, len(piece)):
@@ -560,14 +564,14 @@ def check_lengths(path: Path, pieces: Iterable[str]) -> None:
 
 
 def _adds_space_prefix(
-    path: Path, tokenizer: Mapping[str, Any], added: Container[str], *, named: bool
+    path: Path, tokenizer: Mapping[str, Any], added_texts: Container[str], *, named: bool
 ) -> bool:
     """Return whether a space is added before the text; raise `RefusedError` for steps that llama.cpp lacks.
 
     Args:
         path: ``tokenizer.json``.
         tokenizer: its content.
-        added: its added tokens.
+        added_texts: its added tokens.
         named: other tokens for some words are accepted (``--pre-tokenizer``).
     """
     prefix = replaced = False
@@ -591,7 +595,7 @@ def _adds_space_prefix(
                 (
                     token
                     for token in model["vocab"]
-                    if SENTENCEPIECE_SPACE in token[1:] and token not in added
+                    if SENTENCEPIECE_SPACE in token[1:] and token not in added_texts
                 ),
                 None,
             )

@@ -199,9 +199,9 @@ def _read_update(
     alpha = module_number(path / CONFIG, config, "lora_alpha", "alpha_pattern", module)
     if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rank:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        what = f"A and B are {shapes}, {CONFIG} says rank {rank:g}"
+        message = f"A and B are {shapes}, {CONFIG} says rank {rank:g}"
         raise _tensor_error(
-            path, a.name, what, f"correct r or rank_pattern in {CONFIG}, or fetch both again"
+            path, a.name, message, f"correct r or rank_pattern in {CONFIG}, or fetch both again"
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") is True else alpha / rank
     magnitude, bias = entries.get("magnitude"), entries.get("bias")
@@ -221,9 +221,9 @@ def _read_update(
 _UNKNOWN = "the adapter is damaged, or of a kind that is not merged here: merge it with PEFT, then quantize the result"
 
 
-def _tensor_error(path: Path, name: str, what: str, hint: str = _UNKNOWN) -> InputError:
+def _tensor_error(path: Path, name: str, problem: str, hint: str = _UNKNOWN) -> InputError:
     return InputError(
-        f"tensor {name!r}: {what}",
+        f"tensor {name!r}: {problem}",
         hint,
         file=str(path / WEIGHTS),
         tensor=name,
@@ -267,21 +267,21 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
     """Raise `InputError` unless the adapter is LoRA with settings that can be merged."""
     kind, begun = config.get("peft_type"), config.get("init_lora_weights")
     unknown = sorted(key for key, value in config.items() if value and key not in _KNOWN_KEYS)
-    wrong = [key for key, kinds in _TYPES.items() if not isinstance(config.get(key), kinds)]
-    what = ""
+    invalid_keys = [key for key, kinds in _TYPES.items() if not isinstance(config.get(key), kinds)]
+    unsupported = ""
     if kind != "LORA":
-        what = f"peft_type {kind!r}"
+        unsupported = f"peft_type {kind!r}"
     elif unknown:
-        what = f"{unknown[0]} = {str(config[unknown[0]])[:60]}"
+        unsupported = f"{unknown[0]} = {str(config[unknown[0]])[:60]}"
     elif isinstance(begun, str) and begun.lower().startswith(_WEIGHT_CHANGING_INITS):
-        what = f"init_lora_weights = {begun!r} has changed the weights of the model as well"
-    elif wrong:
-        what = f"{wrong[0]} = {str(config[wrong[0]])[:60]!r} is of another type than PEFT writes"
+        unsupported = f"init_lora_weights = {begun!r} has changed the weights of the model as well"
+    elif invalid_keys:
+        unsupported = f"{invalid_keys[0]} = {str(config[invalid_keys[0]])[:60]!r} is of another type than PEFT writes"
     elif len(config.get("modules_to_save") or ()) > _MOST_SAVED:
-        what = f"modules_to_save of more than {_MOST_SAVED} entries"
-    if what:
+        unsupported = f"modules_to_save of more than {_MOST_SAVED} entries"
+    if unsupported:
         raise InputError(
-            f"{what}: not merged here",
+            f"{unsupported}: not merged here",
             "PEFT merges no such adapter either: what it learned are inputs, not weights"
             if kind in _UNMERGEABLE_TYPES
             else merge_steps("MODEL", str(file.parent)),

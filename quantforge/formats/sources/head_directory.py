@@ -124,9 +124,9 @@ class DraftHeadDirectory:
         check_finite(name, tensor, entry.file)
         return tensor
 
-    def error(self, what: str, hint: str) -> InputError:
+    def error(self, problem: str, hint: str) -> InputError:
         """Return the error for a defect of the directory."""
-        return _error(self.path, self.kind, what, hint)
+        return _error(self.path, self.kind, problem, hint)
 
 
 def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
@@ -145,10 +145,10 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
         return None
     if not any(name.endswith(".safetensors") for name in names):
         pickled = [name for name in sorted(names) if name.endswith(_PICKLED)]
-        what = (
+        problem = (
             f"{pickled[0]} is a pickle, which is never read" if pickled else "no safetensors file"
         )
-        raise _error(path, kind, what, "save its tensors with safetensors, under the same names")
+        raise _error(path, kind, problem, "save its tensors with safetensors, under the same names")
     if kind not in DRAFT_KINDS:
         known = " and ".join(DRAFT_KINDS)
         raise _error(
@@ -158,12 +158,14 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
     try:
         form = detect_format(checkpoint.config)
     except InputError as error:
-        what = f"are quantized: {error.message}"
-        raise _error(path, kind, what, "take those in 16 bits, or quantize these here") from error
+        problem = f"are quantized: {error.message}"
+        raise _error(
+            path, kind, problem, "take those in 16 bits, or quantize these here"
+        ) from error
     headers = checkpoint.stored_tensors()
     layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
     return DraftHeadDirectory(kind, config, checkpoint, form, layouts)
 
 
-def _error(path: Path, kind: str, what: str, hint: str) -> InputError:
-    return InputError(f"{kind} heads: {what}", hint, file=str(path), subject=str(path))
+def _error(path: Path, kind: str, problem: str, hint: str) -> InputError:
+    return InputError(f"{kind} heads: {problem}", hint, file=str(path), subject=str(path))

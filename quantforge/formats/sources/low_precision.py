@@ -37,10 +37,10 @@ def decode_if_low_precision(checkpoint: Checkpoint) -> Checkpoint:
             ``quant_method``.
     """
     reader = _reader(checkpoint)
-    stated = isinstance(checkpoint.config.get("quantization_config"), Mapping)
+    is_declared = isinstance(checkpoint.config.get("quantization_config"), Mapping)
     if reader is not None:
         return decode_weights(checkpoint, *reader(checkpoint.stored_tensors()))
-    if not stated or checkpoint.path.is_file():
+    if not is_declared or checkpoint.path.is_file():
         return checkpoint
     if (checkpoint.path / MANIFEST).exists() or not detect_format(
         checkpoint.config

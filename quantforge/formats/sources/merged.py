@@ -109,8 +109,8 @@ class _BiasReader:
 
     def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
         """Return the values ``first:last`` in float32."""
-        added = read_rows(self.added, first, last).float() * self.scaling
-        return checkpoint.read_rows(self.base, first, last).float() + added
+        added_bias = read_rows(self.added, first, last).float() * self.scaling
+        return checkpoint.read_rows(self.base, first, last).float() + added_bias
 
 
 def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoint:
@@ -124,7 +124,7 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     )
     stored_names = _StoredNames(checkpoint, model_layout)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
-    alone = not adapter.ties and stored_names.stand_apart(touched)
+    unties_head = not adapter.ties and stored_names.stand_apart(touched)
     new, merge = _MergedTensors(checkpoint, stored_names), _MergedTensors(checkpoint, stored_names)
     for name, entry in adapter.replaced.items():
         new.put(name, entry.shape, _ReplacementReader(entry))
@@ -161,14 +161,16 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
                 f"its other tensors fit: train it without what the model has no place for; {hint}"
             )
         raise _mismatch_error(checkpoint, adapter, [*problems, *unchanged], hint)
-    facts = {ADAPTER: _merge_description(adapter, alone)}
-    config, added = checkpoint.config, {}
-    if alone:
+    facts = {ADAPTER: _merge_description(adapter, unties_head)}
+    config, new_entries = checkpoint.config, {}
+    if unties_head:
         head = stored_names.stored(stored_names.head)
-        added = {head: replace(checkpoint.entries[stored_names.embedding], name=head)}
+        new_entries = {head: replace(checkpoint.entries[stored_names.embedding], name=head)}
         new.computed.setdefault(head, _UntiedHeadReader(stored_names.embedding))
         config = untie_config(config)
-    extended = with_computed_tensors(checkpoint, new.computed, config=config, new_entries=added)
+    extended = with_computed_tensors(
+        checkpoint, new.computed, config=config, new_entries=new_entries
+    )
     return with_computed_tensors(extended, merge.computed, facts=facts)
 
 
@@ -177,14 +179,14 @@ def _resized_error(
 ) -> InputError:
     """Return the error for an adapter trained with another vocabulary size."""
     rows, model_rows = next(iter(resized.values()))
-    what = (
+    change_text = (
         f"{rows - model_rows} tokens were added"
         if rows > model_rows
         else f"{model_rows - rows} tokens were removed"
     )
     have = "have" if len(resized) > 1 else "has"
     return InputError(
-        f"{what} before it was trained: {' and '.join(resized)} {have} {rows} rows in the adapter,"
+        f"{change_text} before it was trained: {' and '.join(resized)} {have} {rows} rows in the adapter,"
         f" {model_rows} in {checkpoint.path}",
         merge_steps(str(checkpoint.path), str(adapter.path), rows),
         file=str(adapter.path / WEIGHTS),
@@ -195,10 +197,10 @@ def _resized_error(
 def _mismatch_error(
     checkpoint: Checkpoint, adapter: Adapter, problems: list[str], hint: str
 ) -> InputError:
-    more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+    more_suffix = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
     return InputError(
         f"the adapter does not fit {checkpoint.path} ({len(problems)}):"
-        f" {'; '.join(problems[:10])}{more}",
+        f" {'; '.join(problems[:10])}{more_suffix}",
         hint,
         file=str(adapter.path / CONFIG),
         subject=str(adapter.path),
@@ -273,7 +275,7 @@ class _UntiedHeadReader:
         return checkpoint.read_rows(self.base, first, last)
 
 
-def _merge_description(adapter: Adapter, alone: bool) -> str:
+def _merge_description(adapter: Adapter, unties_head: bool) -> str:
     """Describe what was merged, for messages and the manifest."""
     ranks = sorted({change.a.shape[0] for change in adapter.changes.values()})
     change_texts = (
@@ -283,7 +285,7 @@ def _merge_description(adapter: Adapter, alone: bool) -> str:
         change_texts.append(f"{len(adapter.replaced)} tensors replaced")
     if any(change.magnitude is not None for change in adapter.changes.values()):
         change_texts.append("DoRA")
-    if alone:
+    if unties_head:
         change_texts.append("the head stored on its own")
     digest = adapter.digests[-1].partition(" ")[0]
     return f"{adapter.path.resolve().name}: {', '.join(change_texts)}; SHA-256 {digest}"

@@ -115,9 +115,9 @@ class _MatrixReader:
         return steps
 
 
-def _broadcast_scales(steps: torch.Tensor, wide: int, columns: int) -> torch.Tensor:
+def _broadcast_scales(steps: torch.Tensor, group_columns: int, columns: int) -> torch.Tensor:
     """Return scales expanded to broadcast over the columns."""
-    return steps if steps.shape[1] == 1 else steps.repeat_interleave(wide, 1)[:, :columns]
+    return steps if steps.shape[1] == 1 else steps.repeat_interleave(group_columns, 1)[:, :columns]
 
 
 def find_encoded_weights(
@@ -173,17 +173,17 @@ def _encoded_weight(module: str, headers: Mapping[str, StoredTensor]) -> Encoded
             "read are NVFP4, MXFP8, and fp8 with one scale, a scale for each row or for tiles of 128x128",
             tensor=module + _SCALE_SUFFIX,
         )
-    high, wide, precision = encoding
-    reader = _MatrixReader(module, (rows, columns), high, wide, nibbles)
+    high, group_columns, precision = encoding
+    reader = _MatrixReader(module, (rows, columns), high, group_columns, nibbles)
     return EncodedWeight(module + _WEIGHT_SUFFIX, (rows, columns), tuple(stored), reader, precision)
 
 
 def _check_second_scale(module: str, headers: Mapping[str, StoredTensor]) -> None:
     second = headers.get(module + _SECOND_SCALE_SUFFIX)
     if second is None or second.dtype != "F32" or any(size != 1 for size in second.shape):
-        what = "missing" if second is None else f"{second.dtype} {list(second.shape)}"
+        description = "missing" if second is None else f"{second.dtype} {list(second.shape)}"
         raise InputError(
-            f"{module}{_SECOND_SCALE_SUFFIX}: {what}, expected one float32 number",
+            f"{module}{_SECOND_SCALE_SUFFIX}: {description}, expected one float32 number",
             "the checkpoint is damaged: fetch it again",
             tensor=module + _SECOND_SCALE_SUFFIX,
         )

@@ -88,11 +88,15 @@ def derive_declarations_for(
     model = build_skeleton(config, whole=whole)
     names = WeightMapping(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    apart = {stack_slice.stack.parameter for stack_slice in names.expert_places.values()}
+    unstacked = {stack_slice.stack.parameter for stack_slice in names.expert_places.values()}
     # The structure of a model follows from its configuration; `build_skeleton` drops what describes stored weights.
-    key = json.dumps([model.config.to_dict(), sorted(apart), whole], sort_keys=True, default=str)
+    key = json.dumps(
+        [model.config.to_dict(), sorted(unstacked), whole], sort_keys=True, default=str
+    )
     if key not in _CACHE:
-        derived = _derive_architecture(_with_few_experts(config, model, whole=whole), shapes, apart)
+        derived = _derive_architecture(
+            _with_few_experts(config, model, whole=whole), shapes, unstacked
+        )
         _CACHE.clear()
         _CACHE[key] = derived
     architecture = _CACHE[key]
@@ -119,9 +123,9 @@ def _is_head_tied(names: WeightMapping, architecture: Architecture) -> bool:
         f"{architecture.head}.weight",
         f"{architecture.embedding}.weight",
     }  # either may be the one in files
-    others = [name for name, source in names.tied.items() if {name, source} != ends]
-    if others:
-        raise RefusedError(f"{others[0]} is {names.tied[others[0]]}, too", "--method rtn")
+    other_ties = [name for name, source in names.tied.items() if {name, source} != ends]
+    if other_ties:
+        raise RefusedError(f"{other_ties[0]} is {names.tied[other_ties[0]]}, too", "--method rtn")
     return bool(names.tied)
 
 
@@ -129,11 +133,11 @@ def _with_few_experts(
     config: Mapping[str, Any], model: PreTrainedModel, *, whole: bool = False
 ) -> PreTrainedModel:
     """Return a skeleton of the same model with `FEW_EXPERTS` experts; the model itself if that is not possible."""
-    few = _reduce_experts(config)
-    if few == config:
+    reduced_config = _reduce_experts(config)
+    if reduced_config == config:
         return model
     try:
-        small = build_skeleton(few, whole=whole)
+        small = build_skeleton(reduced_config, whole=whole)
     except InputError:
         return model
     same_names = small.state_dict().keys() == model.state_dict().keys()
@@ -150,8 +154,10 @@ def _reduce_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
             if isinstance(nested, Mapping)
             else config
         )
-    stated = {key: value for key, value in config.items() if type(value) is int and "expert" in key}
-    changed = {key: FEW_EXPERTS for key, value in stated.items() if value in counts}
+    expert_settings = {
+        key: value for key, value in config.items() if type(value) is int and "expert" in key
+    }
+    changed = {key: FEW_EXPERTS for key, value in expert_settings.items() if value in counts}
     experts_per_token = {key: 2 for key in EXPERTS_PER_TOKEN_KEYS if type(config.get(key)) is int}
     groups = {key: 1 for key in GROUP_KEYS if type(config.get(key)) is int}
     return {**config, **changed, **experts_per_token, **groups}
@@ -313,14 +319,14 @@ def _layout_refusal(source: WeightSource) -> RefusedError:
 
 
 def _derive_architecture(
-    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], apart: Collection[str] = ()
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], unstacked: Collection[str] = ()
 ) -> Architecture:
     """Derive the declarations of a skeleton; its blocks are replaced in the process.
 
     Args:
         model: the skeleton; it may have fewer experts than the real model.
         shapes: shapes of all tensors of the real model.
-        apart: three-dimensional parameters that files store as one matrix per expert.
+        unstacked: three-dimensional parameters that files store as one matrix per expert.
 
     Raises:
         InputError: transformers cannot run it.
@@ -359,7 +365,7 @@ def _derive_architecture(
                 TrialBlock(outside.blocks[index], states, call),
                 sizes(states.shape[-1]),
                 inside,
-                {name.removeprefix(prefix) for name in apart},
+                {name.removeprefix(prefix) for name in unstacked},
             )
             derived[key] = _name_kind(derived_kind, derived.values())
         if mapping_sizes != _sizes_of_mappings(call):
@@ -377,19 +383,19 @@ def _sizes_of_mappings(call: Call) -> dict[str, int]:
 
 def _name_kind(derived: DerivedKind, known: Iterable[DerivedKind]) -> DerivedKind:
     """Name a new layer kind, or return the known kind that equals it."""
-    others = {item.kind.name: item for item in known}
-    for item in others.values():
+    known_by_name = {item.kind.name: item for item in known}
+    for item in known_by_name.values():
         if replace(derived.kind, name=item.kind.name) == item.kind:
             return item
-    return derived._replace(kind=replace(derived.kind, name=f"kind{len(others)}"))
+    return derived._replace(kind=replace(derived.kind, name=f"kind{len(known_by_name)}"))
 
 
 def _kind_key(config: Any, index: int, block: nn.Module) -> object:
     """Return a key that is equal for layers of the same kind."""
-    listed = (_config_value(config, name) for name in ("layer_types", "mlp_layer_types"))
+    layer_type_lists = (_config_value(config, name) for name in ("layer_types", "mlp_layer_types"))
     text_attributes = tuple(
         str(item[index]) if isinstance(item, Sequence) and len(item) > index else ""
-        for item in listed
+        for item in layer_type_lists
     )
     return type(block), parameter_signature(block), text_attributes
 
@@ -402,10 +408,10 @@ def _needs_replay(outside: _ModelAroundBlocks, learn: _ComputeExtraOutputs) -> b
         return None if outputs is None else (None,) * len(outputs)
 
     first, second = outside.record_arguments(learn), outside.record_arguments(learn, factor=0.5)
-    others = outside.record_arguments(without, seed=1, factor=0.5)
+    second_calls = outside.record_arguments(without, seed=1, factor=0.5)
     alike = all(
         equal_trees(tuple(call_before.call), tuple(other.call))
-        for call_before, other in zip(first, others, strict=True)
+        for call_before, other in zip(first, second_calls, strict=True)
     )
     chained = all(
         torch.equal(second[i].states * 0.5, second[i + 1].states) for i in range(len(second) - 1)

@@ -100,7 +100,7 @@ def derive_kind(
     block: TrialBlock,
     sizes: ModelFacts,
     shapes: Mapping[str, tuple[int, ...]],
-    apart: Collection[str] = (),
+    unstacked: Collection[str] = (),
 ) -> DerivedKind:
     """Derive the declaration of one kind of layers, without a name.
 
@@ -108,7 +108,7 @@ def derive_kind(
         block: one block of the kind, without weights; it may have fewer experts than the model.
         sizes: facts of the model.
         shapes: shapes of the tensors of such a block in the model.
-        apart: three-dimensional parameters that files store as one matrix per expert.
+        unstacked: three-dimensional parameters that files store as one matrix per expert.
 
     Raises:
         RefusedError: the block does not run alone, or does not return hidden states first.
@@ -142,7 +142,7 @@ def derive_kind(
     observed = {linear for shared in inputs for linear in shared.linears}
     return DerivedKind(
         LayerKind(
-            _parameters(shapes, mixture, apart),
+            _parameters(shapes, mixture, unstacked),
             (*inputs, *mixture.inputs),
             mixture.stacks,
             mlp_activations=4,
@@ -169,7 +169,7 @@ def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
     kinds = []
     for item in derived:
         parameter_shapes = {parameter.name: parameter.shape for parameter in item.kind.parameters}
-        odd = {
+        modules_of_other_shape = {
             name
             for name, cut in item.slices.items()
             if parameter_shapes[f"{name}.weight"] != shapes[f"{name}.weight"]
@@ -177,11 +177,15 @@ def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
         }
         inputs = tuple(
             replace(shared, scale_fold=None, heads=False)
-            if shared.scale_fold and shared.scale_fold.rows and shared.scale_fold.module in odd
+            if shared.scale_fold
+            and shared.scale_fold.rows
+            and shared.scale_fold.module in modules_of_other_shape
             else shared
             for shared in item.kind.inputs
         )
-        slices = {name: cut for name, cut in item.slices.items() if name not in odd}
+        slices = {
+            name: cut for name, cut in item.slices.items() if name not in modules_of_other_shape
+        }
         kinds.append(item._replace(kind=replace(item.kind, inputs=inputs), slices=slices))
     return kinds
 
@@ -191,13 +195,13 @@ def _to_float32(value: Any) -> Any:
 
 
 def _parameters(
-    shapes: Mapping[str, tuple[int, ...]], mixture: _ExpertDeclarations, apart: Collection[str]
+    shapes: Mapping[str, tuple[int, ...]], mixture: _ExpertDeclarations, listed: Collection[str]
 ) -> tuple[Parameter, ...]:
-    """Declare the tensors of a block; for stacks also the matrix of every expert, or these alone if in ``apart``."""
+    """Declare the tensors of a block; for stacks also the matrix of every expert, or these alone if in ``listed``."""
     stacks = {stack.parameter: stack for stack in mixture.stacks}
     parameters = []
     for key, shape in shapes.items():
-        if key not in apart or key not in stacks:
+        if key not in listed or key not in stacks:
             parameters.append(Parameter(key, tuple(map(str, shape))))
         if key not in stacks:
             continue
@@ -231,18 +235,18 @@ def _float32_linears(names: Iterable[str], linears: Iterable[str]) -> set[str]:
 
 def _shared_input(linears: tuple[str, ...], candidate: FoldCandidate | None) -> SharedInput:
     of_norm = candidate is not None and candidate.scale_fold.kind is not FoldKind.ROWS
-    within = linears[0] if len(linears) == 1 and not of_norm else _common_module(linears)
+    module = linears[0] if len(linears) == 1 and not of_norm else _common_module(linears)
     if candidate is None:
-        return SharedInput(linears, within)
-    return SharedInput(linears, within, candidate.scale_fold, candidate.heads)
+        return SharedInput(linears, module)
+    return SharedInput(linears, module, candidate.scale_fold, candidate.heads)
 
 
 def _common_module(linears: Iterable[str]) -> str:
     """Return the innermost module that contains all linears; for a linear directly in the block, itself."""
     names = list(linears)
     paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    common = takewhile(lambda level_names: len(set(level_names)) == 1, paths)
-    return ".".join(level_names[0] for level_names in common) or (
+    common_levels = takewhile(lambda level_names: len(set(level_names)) == 1, paths)
+    return ".".join(level_names[0] for level_names in common_levels) or (
         names[0] if len(names) == 1 else ""
     )
 
@@ -505,29 +509,29 @@ def _stack(
 ) -> tuple[Stack, ScaleFold | None]:
     """Return the stack of what feeds ``down``, and what of it absorbs a scale of what ``down`` reads."""
     gate, up = (f"{module}.{{}}.{name}" for name in GATE_AND_UP)
-    alone = Stack(item.parameter, (_named(module, item),), transposed=item.transposed)
-    candidates = [(alone, 0)] if item.out_features == down.in_features else []
+    single_stack = Stack(item.parameter, (_named(module, item),), transposed=item.transposed)
+    candidates = [(single_stack, 0)] if item.out_features == down.in_features else []
     if item.out_features == 2 * down.in_features:
-        interleaved = _interleaved(block, alone, down)
+        interleaved = _interleaved(block, single_stack, down)
         candidates = [
-            (replace(alone, linears=linears, interleaved=interleaved), linears.index(up))
+            (replace(single_stack, linears=linears, interleaved=interleaved), linears.index(up))
             for linears in ((gate, up), (up, gate))
         ]
     for stack, position in candidates:
         if _folds(block, stack, position, down):
             return stack, ScaleFold(FoldKind.ROWS, stack.linears[position])
-    return (candidates[0][0] if candidates else alone), None
+    return (candidates[0][0] if candidates else single_stack), None
 
 
 def _interleaved(block: TrialBlock, stack: Stack, down: _Product) -> bool:
     """Return whether rows 0 and 1 are of one channel: with its column of ``down`` at zero, row 1 has no effect."""
-    read = block.parameter(down.parameter).clone()
-    (read[:, 0] if down.transposed else read[:, :, 0]).zero_()
-    without = hidden_states_of(block.run({down.parameter: read}))
+    weight = block.parameter(down.parameter).clone()
+    (weight[:, 0] if down.transposed else weight[:, :, 0]).zero_()
+    without = hidden_states_of(block.run({down.parameter: weight}))
     changed = block.parameter(stack.parameter).clone()
     for expert in range(down.experts):
         stack.matrix(changed, 0, expert)[1].mul_(2)
-    changes = {down.parameter: read, stack.parameter: changed}
+    changes = {down.parameter: weight, stack.parameter: changed}
     return bool(torch.equal(without, hidden_states_of(block.run(changes))))
 
 
@@ -539,8 +543,8 @@ def _folds(block: TrialBlock, stack: Stack, position: int, down: _Product) -> bo
         divided = block.parameter(stack.parameter).clone()
         for expert in range(down.experts):
             stack.matrix(divided, position, expert).div_(scale[:, None])
-        read = block.parameter(down.parameter)
-        multiplied = read * (scale[:, None] if down.transposed else scale)
+        weight = block.parameter(down.parameter)
+        multiplied = weight * (scale[:, None] if down.transposed else scale)
         return is_fold_exact(block, {stack.parameter: divided}, {down.parameter: multiplied})
 
     return holds_for_large_weights(block, same)

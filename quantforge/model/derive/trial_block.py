@@ -237,11 +237,11 @@ def _repeated_candidates(
         choices.add((sizes.kv_heads, sizes.head))
     for count, last in sorted(choices):
         heads = of_heads and count == sizes.kv_heads
-        rest = rows // count - last
-        if count == 1 or rows % count or rest <= 0:
+        other_rows = rows // count - last
+        if count == 1 or rows % count or other_rows <= 0:
             continue
-        fused = rest % last == 0 and rest > last
-        slice_sizes = (rest - last, last, last) if fused else (rest, last)
+        fused = other_rows % last == 0 and other_rows > last
+        slice_sizes = (other_rows - last, last, last) if fused else (other_rows, last)
         labels = QKV_LABELS if fused else ("k", "v")
         candidate = _slice_candidate(name, slice_sizes, len(slice_sizes) - 1, labels, heads=heads)
         yield replace(candidate, repeats=count)
@@ -317,12 +317,12 @@ def random_scale(block: TrialBlock, count: int) -> Tensor:
     return torch.exp2(2 * torch.rand(count, generator=generator, dtype=block.dtype) - 1)
 
 
-def holds_for_large_weights(block: TrialBlock, same: Callable[[], bool]) -> bool:
-    """Return whether ``same`` holds for weights of the usual size and for weights `LARGE_FACTOR` times as large."""
-    if not same():
+def holds_for_large_weights(block: TrialBlock, is_same: Callable[[], bool]) -> bool:
+    """Return whether ``is_same`` holds for weights of the usual size and for weights `LARGE_FACTOR` times as large."""
+    if not is_same():
         return False
     with block.weights_scaled(LARGE_FACTOR):
-        return same()
+        return is_same()
 
 
 def is_fold_exact(
@@ -331,8 +331,8 @@ def is_fold_exact(
     """Return whether the output is unchanged with both changes, but changes with ``divided`` alone."""
     before = hidden_states_of(block.run())
     max_magnitude, limits = before.abs().max(), TOLERANCES[block.dtype]
-    both = (hidden_states_of(block.run({**divided, **multiplied})) - before).abs().max()
-    if not both <= limits.equal * max_magnitude:
+    folded_change = (hidden_states_of(block.run({**divided, **multiplied})) - before).abs().max()
+    if not folded_change <= limits.equal * max_magnitude:
         return False
     half = (hidden_states_of(block.run(divided)) - before).abs().max()
     return bool(half > limits.different * max_magnitude)

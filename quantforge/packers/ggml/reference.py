@@ -285,9 +285,9 @@ class _CandidateScales:
 
 def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
     """Sum each column in the order of its elements."""
-    first, *others = terms
+    first, *other_terms = terms
     result = first.clone()
-    for term in others:
+    for term in other_terms:
         result += term
     return result
 

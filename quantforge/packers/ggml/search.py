@@ -193,8 +193,8 @@ def _refit_units(
 
     def total(terms: Tensor) -> Tensor:
         # One by one: what torch sums at once may depend on the number of threads.
-        result, *rest = split_groups(terms.double(), groups).unbind(2)
-        for term in rest:
+        result, *other_terms = split_groups(terms.double(), groups).unbind(2)
+        for term in other_terms:
             result = result + term
         return result
 

@@ -55,13 +55,13 @@ def round_points(  # type: ignore[no-untyped-def]
         for j in range(columns):
             pivot = triangle[j, j]
             inverse = _ONE / pivot
-            column_error, moved, term = (
+            column_error, target_offset, term = (
                 error[j, first:last],
                 compensation[j, first:last],
                 terms[j, first:last],
             )
             for row in range(count):
-                target[row] = column_error[row] + moved[row] * inverse
+                target[row] = column_error[row] + target_offset[row] * inverse
             scale, zero, offset = (
                 scales[j, first:last],
                 zeros[j, first:last],

@@ -155,11 +155,11 @@ def improve_chunk(
 
 def vector_target_offsets(terms: Tensor, root: Tensor, width: int) -> Tensor:
     """Return targets minus chosen values ``[in, out]``, given the terms of vectors of ``width`` columns."""
-    moved = torch.empty_like(terms)
+    offsets = torch.empty_like(terms)
     for start in range(0, len(terms), width):
         vector = slice(start, start + width)
-        moved[vector] = matmul(_inverse(root[vector, vector]).T, terms[vector])
-    return moved
+        offsets[vector] = matmul(_inverse(root[vector, vector]).T, terms[vector])
+    return offsets
 
 
 # Grids with `ColumnGrid`, in numpy
@@ -213,7 +213,7 @@ def round_points(
 ) -> None:
     """Round a chunk of columns in numpy; see `round_chunk`."""
     points = _ChunkPoints(*grid)
-    target, value, moved = (numpy.empty_like(like) for like in (error[0], error[0], error))
+    target, value, target_offset = (numpy.empty_like(like) for like in (error[0], error[0], error))
     for j, column_error in enumerate(error):
         pivot, later_columns = triangle[j, j], slice(j + 1, None)
         numpy.multiply(compensation[j], _ONE / pivot, out=target)
@@ -223,7 +223,7 @@ def round_points(
         terms[j] *= pivot
         error[j] -= value
         compensation[later_columns] += numpy.multiply(
-            triangle[j, later_columns, None], column_error, out=moved[later_columns]
+            triangle[j, later_columns, None], column_error, out=target_offset[later_columns]
         )
 
 
@@ -239,7 +239,7 @@ def improve_points(
 ) -> None:
     """Update the codes of a chunk of columns in numpy; see `improve_chunk`."""
     points = _ChunkPoints(*grid)
-    target, value, moved = (numpy.empty_like(like) for like in (error[0], error[0], error))
+    target, value, target_offset = (numpy.empty_like(like) for like in (error[0], error[0], error))
     for j, (column_gradient, original, column_error) in enumerate(
         zip(gradient, weight, error, strict=True)
     ):
@@ -252,7 +252,7 @@ def improve_points(
         numpy.subtract(original, value, out=column_error)
         error_decrease += step * (_TWO * column_gradient - pivot * step)
         gradient[later_columns] -= numpy.multiply(
-            hessian[j, later_columns, None], step, out=moved[later_columns]
+            hessian[j, later_columns, None], step, out=target_offset[later_columns]
         )
 
 
@@ -295,9 +295,9 @@ def _improve_one_by_one(
         value = weight[column] - error[column]
         target = value.add(gradient[j], alpha=1 / pivot).T
         codes.append(packer.encode(target, parameters, scheme, column_slice))
-        moved = packer.decode(codes[-1], parameters, scheme, column_slice).T
-        torch.sub(moved, value, out=change[column])
-        error[column] = weight[column] - moved
+        new_value = packer.decode(codes[-1], parameters, scheme, column_slice).T
+        torch.sub(new_value, value, out=change[column])
+        error[column] = weight[column] - new_value
         gradient[j + 1 :].addr_(hessian[j, j + 1 :], change[j], alpha=-1)
     return torch.cat(codes, 1).T, change
 
@@ -347,8 +347,8 @@ def _improve_vectors(
             inverse = torch.cholesky_inverse(root)
         target = values[vector] + matmul(inverse, gradient[vector])
         codes.append(packer.nearest_vectors(target.T, parameters, scheme, column_slice, root))
-        moved = packer.decode(codes[-1], parameters, scheme, column_slice).T
-        torch.sub(moved, values[vector], out=change[vector])
+        new_values = packer.decode(codes[-1], parameters, scheme, column_slice).T
+        torch.sub(new_values, values[vector], out=change[vector])
         later_columns = slice(vector.stop, None)
         gradient[later_columns] -= matmul(hessian[later_columns, vector], change[vector])
     error -= change

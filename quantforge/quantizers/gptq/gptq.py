@@ -117,9 +117,9 @@ def _round_rows(
     passes = rounding.gptq.passes_of(GRIDS[scheme.grid].passes) if search else 1
     best: Solution | None = None
     for index in range(passes):
-        again = index < passes - 1
-        solution = round_columns(weight, factor, scheme, parameters, keep_terms=again)
-        targets = solution.targets(factor, scheme) if again else None
+        has_next_pass = index < passes - 1
+        solution = round_columns(weight, factor, scheme, parameters, keep_terms=has_next_pass)
+        targets = solution.targets(factor, scheme) if has_next_pass else None
         solution = replace(
             solution, terms=None
         )  # as large as the weight: freed before the next pass
@@ -142,8 +142,8 @@ def _round_rows(
     if not sweeps or not get_packer(scheme).refit_steps(scheme, weight.shape[1]):
         return best
     state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
-    for done in range(0, sweeps, SWEEPS_PER_PANEL):
-        best.errors.sub_(state.sweep(min(SWEEPS_PER_PANEL, sweeps - done)))
+    for num_sweeps in range(0, sweeps, SWEEPS_PER_PANEL):
+        best.errors.sub_(state.sweep(min(SWEEPS_PER_PANEL, sweeps - num_sweeps)))
     return replace(best, parameters=state.parameters, codes=state.codes)
 
 
@@ -241,8 +241,8 @@ def _factorize_input(
     order = _column_order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
     factor = factorize(hessian, options.damping, order, shrinkage)
     if factor is None:
-        why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
-        events.append(Event("rtn-fallback", names, why))
+        reason = "no damping up to the mean of its diagonal makes the Hessian positive definite"
+        events.append(Event("rtn-fallback", names, reason))
     elif factor.damping > options.damping:
         detail = f"{options.damping:g} raised to {factor.damping:g}"
         events.append(Event("damping-raised", names, detail))
@@ -306,11 +306,11 @@ def _split_by_matrix(
         )
         tensor = QuantizedTensor(solution.codes[rows], matrix_parameters, scheme)
         sizes = (matrix.square() * factor.objective.diagonal).sum(1)
-        figures = {
+        metrics = {
             "error": ratio(solution.errors[rows], sizes),
             "rtn_rows": float(solution.nearest[rows].sum()),
         }
-        rounded[name] = Rounded(tensor, loss_events(name, matrix, tensor, tensor.decode()), figures)
+        rounded[name] = Rounded(tensor, loss_events(name, matrix, tensor, tensor.decode()), metrics)
     return rounded
 
 

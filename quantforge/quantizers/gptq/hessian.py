@@ -84,10 +84,10 @@ class Factor:
         in
         between: a geometric mean with exponent `COMPENSATED_SHARE`.
         """
-        alone = self.objective.diagonal
-        compensated = torch.empty_like(alone)
+        uncompensated = self.objective.diagonal
+        compensated = torch.empty_like(uncompensated)
         compensated[self.order] = self.root.diagonal().square()
-        return alone ** (1 - COMPENSATED_SHARE) * compensated**COMPENSATED_SHARE
+        return uncompensated ** (1 - COMPENSATED_SHARE) * compensated**COMPENSATED_SHARE
 
     def rows_below(self, error: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of rows of ``error`` ``[out, in]`` with objectives below ``limit`` ``[out]``, and those.

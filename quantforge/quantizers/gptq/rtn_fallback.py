@@ -132,7 +132,9 @@ def _replace_if_better(
         ):
             continue
         exact = _float64_errors(weight, values, solution, scheme, factor, rows)
-        of_rtn, of_gptq = ([fsum(errors.tolist()) for errors in ways] for ways in exact)
+        of_rtn, of_gptq = (
+            [fsum(errors.tolist()) for errors in errors_by_method] for errors_by_method in exact
+        )
         if any(
             rtn_error < gptq_error for rtn_error, gptq_error in zip(of_rtn, of_gptq, strict=True)
         ):
@@ -175,6 +177,8 @@ def _float64_errors(
     else:
         chosen = {key: value[rows] for key, value in solution.parameters.items()}
         decoded = packer.decode(solution.codes[rows], chosen, scheme)
-    wide = weight[rows].double()
-    both = (wide - approximation.double() for approximation in (values[rows], decoded))
-    return torch.stack([factor.objective.evaluate_float64(error) for error in both])
+    float64_weight = weight[rows].double()
+    differences = (
+        float64_weight - approximation.double() for approximation in (values[rows], decoded)
+    )
+    return torch.stack([factor.objective.evaluate_float64(error) for error in differences])

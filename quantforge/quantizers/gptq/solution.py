@@ -43,10 +43,10 @@ class Solution:
         values = get_packer(scheme).decode(self.codes, self.parameters, scheme)
         width = GRIDS[scheme.grid].weights_per_code
         if width == 1:
-            moved = self.terms / factor.root.diagonal().unsqueeze(1)
+            target_offsets = self.terms / factor.root.diagonal().unsqueeze(1)
         else:
-            moved = column_loops.vector_target_offsets(self.terms, factor.root, width)
-        return values.add_(moved[factor.order.argsort()].T)
+            target_offsets = column_loops.vector_target_offsets(self.terms, factor.root, width)
+        return values.add_(target_offsets[factor.order.argsort()].T)
 
     def row_slice(self, rows: slice) -> Solution:
         """Return views of some rows; a parameter of the whole matrix is returned unchanged."""

@@ -171,8 +171,8 @@ class _BackwardStream(ModelStream):
                 rows = batch.split_into_rows()
                 rows_at_once = max(1, MAX_LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
                 for first in range(0, len(rows), rows_at_once):
-                    passed = run_parallel(backward_row, rows[first : first + rows_at_once])
-                    self._emit_gradients("", rows[first].start, passed, gradients, visit)
+                    row_results = run_parallel(backward_row, rows[first : first + rows_at_once])
+                    self._emit_gradients("", rows[first].start, row_results, gradients, visit)
         return gradients, labels
 
     def _backward_block(
@@ -198,8 +198,8 @@ class _BackwardStream(ModelStream):
                 return recorder.backward(run, row.states, lambda _: output_gradients(row))
 
             for batch in self._micro_batches(index):
-                passed = run_parallel(backward_row, batch.split_into_rows())
-                self._emit_gradients(f"{block.name}.", batch.start, passed, gradients, visit)
+                row_results = run_parallel(backward_row, batch.split_into_rows())
+                self._emit_gradients(f"{block.name}.", batch.start, row_results, gradients, visit)
         block.release()
 
     def _backward_experts(
@@ -228,7 +228,7 @@ class _BackwardStream(ModelStream):
     def _emit_gradients(
         prefix: str,
         start: int,
-        passed: list[RowGradients],
+        row_results: list[RowGradients],
         store: HiddenStates,
         visit: GradientCallback,
     ) -> None:
@@ -237,24 +237,24 @@ class _BackwardStream(ModelStream):
         Raises:
             InputError: a gradient is not finite.
         """
-        for key in passed[0].linears:
+        for key in row_results[0].linears:
             inputs, gradients = (
-                torch.cat([row_gradients.linears[key][which] for row_gradients in passed])
-                for which in (0, 1)
+                torch.cat([row_gradients.linears[key][position] for row_gradients in row_results])
+                for position in (0, 1)
             )
             name = f"{prefix}{key}"
             _check_finite(gradients, f"{name}: the gradients of its output", start)
             visit(OutputGradients(name, start, inputs, gradients))
         # After all calls: the store still holds the output gradients.
-        store.write(start, torch.cat([row_gradients.gradients for row_gradients in passed]))
+        store.write(start, torch.cat([row_gradients.gradients for row_gradients in row_results]))
 
 
-def _check_finite(values: Tensor, what: str, start: int) -> None:
+def _check_finite(values: Tensor, label: str, start: int) -> None:
     """Raise InputError if values ``[rows, ...]`` are not finite; ``start`` is the number of the first row."""
     if not all_finite(values):
-        bad = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+        nonfinite_row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
         raise InputError(
-            f"{what} are not finite in calibration row {start + bad}",
+            f"{label} are not finite in calibration row {start + nonfinite_row}",
             "the model overflows on this text, or a weight is damaged; `quantforge inspect` checks weights",
         )
 

@@ -107,16 +107,18 @@ class OutputRecorder:
             recorded: dict[str, tuple[Tensor, Tensor]] = self._thread_local.found
             del self._thread_local.found
             differentiated = [states, *parameters, *(output for _, output in recorded.values())]
-            first, *others = torch.autograd.grad(
+            first, *other_gradients = torch.autograd.grad(
                 outputs, differentiated, gradients_of(outputs.detach())
             )
-        more = len(parameters)
+        num_parameters = len(parameters)
         rows = len(states)
         linears = {
             name: (_by_rows(x, rows), _by_rows(gradients, rows))
-            for (name, (x, _)), gradients in zip(recorded.items(), others[more:], strict=True)
+            for (name, (x, _)), gradients in zip(
+                recorded.items(), other_gradients[num_parameters:], strict=True
+            )
         }
-        return RowGradients(first, linears, others[:more])
+        return RowGradients(first, linears, other_gradients[:num_parameters])
 
 
 def _by_rows(values: Tensor, rows: int) -> Tensor:
@@ -216,12 +218,12 @@ class MixtureGradients:
                 strict=True,
             )
         )
-        passed = (
+        batch_gradients = (
             run_parallel(partial(self._backward_tokens, number), token_batches)
             if len(tokens)
             else []
         )
-        for (token_ids, _), expert_gradients in zip(token_batches, passed, strict=False):
+        for (token_ids, _), expert_gradients in zip(token_batches, batch_gradients, strict=False):
             sums = self._input_gradients.gather(token_ids) + expert_gradients.states
             self._input_gradients.scatter(token_ids, sums)
             self._weights[token_ids] += expert_gradients.weights[:, None] * self._tokens.places(
@@ -233,16 +235,16 @@ class MixtureGradients:
                 parameters[name], stack_slice.linear_index, 0
             ).shape
             inputs, products = torch.empty(0, columns), torch.empty(0, rows)
-            if passed:
+            if batch_gradients:
                 inputs = torch.cat(
-                    [expert_gradients.stacks[name][0] for expert_gradients in passed]
+                    [expert_gradients.stacks[name][0] for expert_gradients in batch_gradients]
                 )
                 products = torch.cat(
                     [
                         stack_slice.stack.rows_of(
                             expert_gradients.stacks[name][1].T, stack_slice.linear_index
                         ).T
-                        for expert_gradients in passed
+                        for expert_gradients in batch_gradients
                     ]
                 )
                 self._check(products, f"{prefix}{linear}", tokens)
@@ -257,21 +259,23 @@ class MixtureGradients:
             outputs, watcher = self._experts.run_recorded(number, states)
             differentiated = [states, *watcher.products.values()]
             expert_output_gradients = (output_gradients * weights[:, None]).to(outputs)
-            first, *others = torch.autograd.grad(outputs, differentiated, expert_output_gradients)
+            first, *product_gradients = torch.autograd.grad(
+                outputs, differentiated, expert_output_gradients
+            )
         return _ExpertGradients(
             first.cpu(),
             (outputs.detach().cpu().float() * output_gradients).sum(1),
             {
                 name: (watcher.inputs[name], gradients.flatten(0, -2).float())
-                for name, gradients in zip(watcher.products, others, strict=True)
+                for name, gradients in zip(watcher.products, product_gradients, strict=True)
             },
         )
 
     def _check(self, gradients: Tensor, name: str, tokens: Tensor) -> None:
         if not all_finite(gradients):
-            bad = int(tokens[int((~gradients.isfinite()).any(1).nonzero()[0])])
+            token = int(tokens[int((~gradients.isfinite()).any(1).nonzero()[0])])
             raise InputError(
-                f"{name}: the gradients of its output are not finite in calibration row {self._tokens.row_of(bad)}",
+                f"{name}: the gradients of its output are not finite in calibration row {self._tokens.row_of(token)}",
                 "the model overflows on this text, or a weight is damaged; `quantforge inspect` checks weights",
             )
 

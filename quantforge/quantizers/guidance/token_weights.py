@@ -107,8 +107,12 @@ class TokenWeights:
             )
         weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
         if not bool(weights.isfinite().all()):
-            bad = int((~weights.isfinite()).flatten(1).any(1).nonzero()[0])
-            row = seen.start + bad if seen.tokens is None else seen.tokens[bad] // self._shape[1]
+            nonfinite_index = int((~weights.isfinite()).flatten(1).any(1).nonzero()[0])
+            row = (
+                seen.start + nonfinite_index
+                if seen.tokens is None
+                else seen.tokens[nonfinite_index] // self._shape[1]
+            )
             raise InputError(
                 f"{seen.name}: the squares of the gradients of its output are not finite in calibration row {row}",
                 f"the model is damaged, or {off_option('--guided-hessians')}",
@@ -164,5 +168,7 @@ class TokenWeights:
 
 def clip_largest(weights: Tensor) -> Tensor:
     """Return weights ``[rows, length]`` with the largest `CLIPPED_SHARE` of positive ones clipped to the next one."""
-    some = weights[weights > 0]
-    return weights.clamp(max=some.kthvalue(len(some) - int(CLIPPED_SHARE * len(some))).values)
+    positive = weights[weights > 0]
+    return weights.clamp(
+        max=positive.kthvalue(len(positive) - int(CLIPPED_SHARE * len(positive))).values
+    )

@@ -73,14 +73,14 @@ class TunedLinears:
             self._parameter(name).data = torch.empty(0, device=matrix.device)
 
     def update(
-        self, rows: Sequence[Mapping[str, tuple[Tensor, Tensor]]], share: float
+        self, rows: Sequence[Mapping[str, tuple[Tensor, Tensor]]], rate_share: float
     ) -> dict[ParameterName, Tensor]:
         """Update the codes; return the gradients of the scale factors. The module must be filled.
 
         Args:
             rows: for each calibration row, the input of each linear and the gradient of its output, by name. Missing
                 linears (the choice of experts has no gradient) are not updated.
-            share: current share of the initial learning rate of codes.
+            rate_share: current share of the initial learning rate of codes.
         """
 
         def accumulate(strip: tuple[str, slice]) -> StripGradients:
@@ -105,8 +105,8 @@ class TunedLinears:
         for (name, _), seen in zip(strips, run_parallel(accumulate, strips), strict=True):
             strip_gradients.setdefault(name, []).append(seen)
         combined: dict[ParameterName, Tensor] = {}
-        for name, some in strip_gradients.items():
-            sums = self.matrices[name].combine_strips(some, share)
+        for name, gradients_of_matrix in strip_gradients.items():
+            sums = self.matrices[name].combine_strips(gradients_of_matrix, rate_share)
             combined |= {(name, key): gradient for key, gradient in sums.items()}
         run_parallel(update_strip, strips)
         return combined
@@ -157,7 +157,7 @@ class TunedBlock:
     def of(
         cls,
         decoder_block: DecoderBlock,
-        written: WrittenBlock,
+        written_block: WrittenBlock,
         rate: float,
         device: torch.device = CPU,
     ) -> TunedBlock:
@@ -165,20 +165,20 @@ class TunedBlock:
 
         Args:
             decoder_block: the block.
-            written: the written tensors.
+            written_block: the written tensors.
             rate: initial learning rate of codes, 0 to freeze them.
             device: device of the block and of all tuned values.
         """
         matrices = {
             name: TunedMatrix.of(tensor.to(device), rate)
-            for name, tensor in written.tensors.items()
+            for name, tensor in written_block.tensors.items()
         }
-        rates = (factor_rate(tensor.scheme) for tensor in written.tensors.values())
+        rates = (factor_rate(tensor.scheme) for tensor in written_block.tensors.values())
         min_rate = min(rates, default=0.0)
         gains = {
             name: LearnedFactor.resume(
                 decoder_block.parameter(name),
-                written.read_unquantized(name).to(device),
+                written_block.read_unquantized(name).to(device),
                 min_rate,
                 offset,
             )
@@ -232,7 +232,7 @@ class TunedBlock:
         return outputs
 
     def backward(
-        self, rows: Sequence[MicroBatch], output_gradient: OutputGradient, share: float
+        self, rows: Sequence[MicroBatch], output_gradient: OutputGradient, rate_share: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Run the block forward and backward, and update its codes.
 
@@ -240,7 +240,7 @@ class TunedBlock:
             rows: inputs of the block.
             output_gradient: returns the gradient of the loss with respect to the output of a row, given its number and
                 that output.
-            share: current share of the initial learning rate of codes.
+            rate_share: current share of the initial learning rate of codes.
 
         Returns:
             Gradients of the input of each row, and of all factors, summed over the rows in order; None for factors of
@@ -254,7 +254,7 @@ class TunedBlock:
             for key, one in matrix.scale_gradients(gradient).items():
                 _accumulate(gradients, (linear, key), one)
             if moves and _module_of(linear) != _module_of(next(iter(moves))[0]):
-                self._update_codes(moves, share)  # of an expert that is finished
+                self._update_codes(moves, rate_share)  # of an expert that is finished
             for key, one in matrix.code_gradients(gradient).items():
                 _accumulate(moves, (linear, key), one)
 
@@ -269,25 +269,25 @@ class TunedBlock:
         self.fill()
         with without_experts, ExitStack() as hooks:
             recorder = OutputRecorder(self.decoder_block.module, self.linears.matrices, hooks)
-            back = partial(
+            backward_row = partial(
                 self._backward_row,
                 recorder,
                 output_gradient,
                 output_gradients,
                 threads_per_part(len(rows)),
             )
-            passed = run_parallel(back, [*enumerate(rows)])
-        self._update_codes(moves, share)
+            row_results = run_parallel(backward_row, [*enumerate(rows)])
+        self._update_codes(moves, rate_share)
         gradients |= self.linears.update(
-            [parameter_gradient.linears for parameter_gradient, _ in passed], share
+            [parameter_gradient.linears for parameter_gradient, _ in row_results], rate_share
         )
         self.linears.release()
-        for _, vectors in passed:
+        for _, vectors in row_results:
             for name, gradient in zip(self.gains, vectors, strict=True):
                 _accumulate(gradients, (name, ""), gradient)
         scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
         factors = [gradients.get(name) for name in (*scales, *((norm, "") for norm in self.gains))]
-        return [parameter_gradient.gradients for parameter_gradient, _ in passed], factors
+        return [parameter_gradient.gradients for parameter_gradient, _ in row_results], factors
 
     def fill(self) -> None:
         """Fill the module with the current weights and gains; experts are filled when they run."""
@@ -314,19 +314,21 @@ class TunedBlock:
             with tiled_linears(threads):
                 return self.run(number, row._replace(states=states))
 
-        passed = recorder.backward(
+        row_gradients = recorder.backward(
             run,
             row.states,
             partial(output_gradient, row.start) if known is None else lambda _: known[number],
             gains,
         )
-        pairs = zip(self.gains.values(), passed.others, strict=True)
-        return passed, [call_recorder.gradient(gradient) for call_recorder, gradient in pairs]
+        pairs = zip(self.gains.values(), row_gradients.others, strict=True)
+        return row_gradients, [
+            call_recorder.gradient(gradient) for call_recorder, gradient in pairs
+        ]
 
-    def _update_codes(self, moves: dict[ParameterName, Tensor], share: float) -> None:
+    def _update_codes(self, moves: dict[ParameterName, Tensor], rate_share: float) -> None:
         """Update codes by their gradients, and free the gradients."""
         for name, key in [*moves]:
-            self.matrices[name].codes[key].step(moves.pop((name, key)), share)
+            self.matrices[name].codes[key].step(moves.pop((name, key)), rate_share)
 
 
 def _module_of(linear: str) -> str:

@@ -153,22 +153,24 @@ class TunedMatrix:
             }
             return StripGradients(self.scale_gradients(gradient), squares)
         scales, now = self.scales["scales"], self._current_scales(rows)
-        codes, moved = self.codes.get(CODES), dict[str, Tensor]()
+        codes, code_sums = self.codes.get(CODES), dict[str, Tensor]()
         sums = _by_group(gradient * weight, scales.start).sum(-1)
         if codes is not None:
-            moved[CODES] = codes.accumulate(self._multiply_scales(gradient, rows), rows)
+            code_sums[CODES] = codes.accumulate(self._multiply_scales(gradient, rows), rows)
         return StripGradients(
-            {"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, moved
+            {"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, code_sums
         )
 
-    def combine_strips(self, strips: Iterable[StripGradients], share: float) -> dict[str, Tensor]:
+    def combine_strips(
+        self, strips: Iterable[StripGradients], rate_share: float
+    ) -> dict[str, Tensor]:
         """Return the gradients of the scale factors, given the results of `accumulate` for all strips in order.
 
-        ``share`` is the current share of the initial learning rate of codes.
+        ``rate_share`` is the current share of the initial learning rate of codes.
         """
         strip_gradients = [*strips]
         for key, codes in self.codes.items():
-            codes.combine_strips([strip.sums[key] for strip in strip_gradients], share)
+            codes.combine_strips([strip.sums[key] for strip in strip_gradients], rate_share)
         return {
             key: torch.cat([strip.factors[key] for strip in strip_gradients]) for key in self.scales
         }
@@ -306,14 +308,14 @@ class LearnedCodes:
         start = self.start[rows]
         return self._changes(rows).to(start.dtype).add_(start)  # modulo 256 if unsigned
 
-    def step(self, gradient: Tensor, share: float) -> None:
+    def step(self, gradient: Tensor, rate_share: float) -> None:
         """Do one optimizer step.
 
         Args:
             gradient: gradient of the loss with respect to the offsets, float32 ``[out_features, in_features]``.
-            share: current share of the initial learning rate.
+            rate_share: current share of the initial learning rate.
         """
-        self.combine_strips([self.accumulate(gradient)], share)
+        self.combine_strips([self.accumulate(gradient)], rate_share)
         self.update_strip()
 
     def accumulate(self, gradient: Tensor, rows: slice = ALL_ROWS) -> Tensor:
@@ -324,16 +326,16 @@ class LearnedCodes:
         self._rows[rows].lerp_(squares.mean(1), 1 - SECOND_MOMENT_DECAY)
         return squares.sum(0)
 
-    def combine_strips(self, sums: Iterable[Tensor], share: float) -> None:
+    def combine_strips(self, sums: Iterable[Tensor], rate_share: float) -> None:
         """Combine the results of `accumulate` for all strips, in order.
 
-        ``share`` is the current share of the initial learning rate.
+        ``rate_share`` is the current share of the initial learning rate.
         """
         self._steps += 1
         self._columns.lerp_(reduce(torch.add, sums) / len(self.start), 1 - SECOND_MOMENT_DECAY)
         tiny = torch.finfo(torch.float32).tiny  # avoids 0/0 where no gradient arrived
         mean = self._rows.mean().clamp_(min=tiny)
-        self._rate = self.rate * share / (1 - FIRST_MOMENT_DECAY**self._steps) * OFFSET_UNIT
+        self._rate = self.rate * rate_share / (1 - FIRST_MOMENT_DECAY**self._steps) * OFFSET_UNIT
         of_rows = (self._rows / (1 - SECOND_MOMENT_DECAY**self._steps)).sqrt_().clamp_(min=tiny)
         of_columns = (self._columns / mean).sqrt_().clamp_(min=tiny)
         self._update_factors = self._rate / of_rows, of_columns.reciprocal_()
@@ -349,8 +351,8 @@ class LearnedCodes:
         step = self._moment[rows].float().mul_(of_rows[rows, None]).mul_(of_columns)
         self.limit_update(step, rows)
         codes = self.start[rows].float().mul_(OFFSET_UNIT)
-        moved = before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
-        before.copy_(moved.sub_(codes).clamp_(-furthest, furthest).round_())
+        new_offsets = before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
+        before.copy_(new_offsets.sub_(codes).clamp_(-furthest, furthest).round_())
 
     def snapshot(self) -> Tensor:
         """Return the change of each code in steps, int8."""
@@ -402,9 +404,11 @@ class LearnedTableCodes(LearnedCodes):
 
     def limit_update(self, step: Tensor, rows: slice) -> None:
         """Multiply updates by the share of the gap that they enter."""
-        at = self.start[rows].int().bitwise_left_shift_(OFFSET_BITS).add_(self.offsets[rows])
+        table_positions = (
+            self.start[rows].int().bitwise_left_shift_(OFFSET_BITS).add_(self.offsets[rows])
+        )
         gap = (
-            at.sub_((step > 0).int())
+            table_positions.sub_((step > 0).int())
             .bitwise_right_shift_(OFFSET_BITS)
             .clamp_(0, len(self.shares) - 1)
         )
@@ -467,14 +471,14 @@ class LearnedFactor:
             stored_factor = torch.where(row_factor == factor, now.float(), stored_factor)
         return stored_factor.to(self.dtype)
 
-    def step(self, gradient: Tensor | None, share: float) -> None:
+    def step(self, gradient: Tensor | None, rate_share: float) -> None:
         """Do one step of Adam within bounds; do nothing without a gradient.
 
         torch's Adam is not used: importing it takes two seconds and 160 MB.
 
         Args:
             gradient: gradient of the loss with respect to the factor.
-            share: current share of the initial learning rate.
+            rate_share: current share of the initial learning rate.
         """
         if gradient is None:
             return
@@ -485,7 +489,7 @@ class LearnedFactor:
         mean.lerp_(gradient, 1 - FIRST_MOMENT_DECAY)
         square.lerp_(gradient.square(), 1 - SECOND_MOMENT_DECAY)
         size = (square / (1 - SECOND_MOMENT_DECAY**self._steps)).sqrt_().add_(EPSILON)
-        rate = self.rate * share / (1 - FIRST_MOMENT_DECAY**self._steps)
+        rate = self.rate * rate_share / (1 - FIRST_MOMENT_DECAY**self._steps)
         self.factor.sub_(mean / size, alpha=rate).clamp_(-MAX_RELATIVE_CHANGE, MAX_RELATIVE_CHANGE)
 
     def gradient(self, of_value: Tensor, rows: slice = ALL_ROWS) -> Tensor:

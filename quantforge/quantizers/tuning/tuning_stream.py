@@ -68,12 +68,12 @@ class TuningStream(ModelStream):
     _result_states: HiddenStates | None = None  # of the quantized model
 
     def tune_blocks(
-        self, read: Read, is_tuned: Callable[[int], bool], seed: int, report: ReportShare
+        self, read_result: Read, is_tuned: Callable[[int], bool], seed: int, report: ReportShare
     ) -> Iterator[TuningResult]:
         """Tune one block after the other for one epoch; yield each result.
 
         Args:
-            read: returns a block as it was written.
+            read_result: returns a block as it was written.
             is_tuned: returns whether a block is already tuned; then rows only pass through the written block.
             seed: seed of the order of the rows.
             report: called with the share of the work done, and a message.
@@ -90,11 +90,11 @@ class TuningStream(ModelStream):
             index = decoder_block.index
             if not is_tuned(index):
 
-                def tell(share: float, what: str, index: int = index) -> None:
-                    report((index + share) / blocks, what)
+                def tell(finished_share: float, step: str, index: int = index) -> None:
+                    report((index + finished_share) / blocks, step)
 
-                yield self.tune_block(decoder_block, read, seed, tell)
-            self.pass_result(decoder_block, read)
+                yield self.tune_block(decoder_block, read_result, seed, tell)
+            self.pass_result(decoder_block, read_result)
 
     def begin_result(self) -> None:
         """Copy the inputs of the first block as the first hidden states of the quantized model."""
@@ -102,7 +102,7 @@ class TuningStream(ModelStream):
             self._result_states = self._copy_states()
 
     def tune_block(
-        self, decoder_block: DecoderBlock, read: Read, seed: int, report: ReportShare
+        self, decoder_block: DecoderBlock, read_result: Read, seed: int, report: ReportShare
     ) -> TuningResult:
         """Tune one block after the source's rows have passed it; arguments and errors as `tune_blocks`."""
         self._refuse_side_outputs(decoder_block)
@@ -112,7 +112,7 @@ class TuningStream(ModelStream):
             raise InputError("tuning: one calibration row", "--samples 8, or more")
         with one_thread():
             block = TunedBlock.of(
-                decoder_block, read(decoder_block), code_learning_rate(learned), self._device
+                decoder_block, read_result(decoder_block), code_learning_rate(learned), self._device
             )
             holdout_spans = [range(*span) for span in self._row_spans(first=learned)]
             input_of = self._result_input(decoder_block.index)
@@ -124,11 +124,11 @@ class TuningStream(ModelStream):
             before = self._error(block, input_of, holdout_spans)
             norm = (count - learned) / before if before else 0.0
 
-            def gradients(rows: list[int], share: float) -> list[Tensor | None]:
+            def gradients(rows: list[int], rate_share: float) -> list[Tensor | None]:
                 def output_gradient(row: int, outputs: Tensor) -> Tensor:
                     return self._output_difference(decoder_block, row, outputs) * (2 * norm)
 
-                return block.backward([*map(input_of, rows)], output_gradient, share)[1]
+                return block.backward([*map(input_of, rows)], output_gradient, rate_share)[1]
 
             after = optimize_blocks(
                 [block],
@@ -153,8 +153,8 @@ class TuningStream(ModelStream):
         """Return the squared error on held-out rows, given as spans of rows that run together."""
         total = 0.0
         for span in holdout_spans:
-            passed = block.forward([*map(input_of, span)])
-            for row, outputs in zip(span, passed, strict=True):
+            row_outputs = block.forward([*map(input_of, span)])
+            for row, outputs in zip(span, row_outputs, strict=True):
                 total += float(
                     self._output_difference(block.decoder_block, row, outputs).square().sum()
                 )
@@ -170,17 +170,17 @@ class TuningStream(ModelStream):
             )
         return outputs - self._states.read(row, row + 1).to(outputs)
 
-    def pass_result(self, decoder_block: DecoderBlock, read: Read) -> None:
+    def pass_result(self, decoder_block: DecoderBlock, read_result: Read) -> None:
         """Run the quantized model's rows through a block as it was written; do nothing for the last block."""
         if decoder_block.index + 1 == len(self._blocks):
             return
         assert self._result_states is not None
         input_of = self._result_input(decoder_block.index)
         with one_thread():
-            block = TunedBlock.of(decoder_block, read(decoder_block), 0.0, self._device)
+            block = TunedBlock.of(decoder_block, read_result(decoder_block), 0.0, self._device)
             for start, stop in self._row_spans():
-                some = block.forward([input_of(row) for row in range(start, stop)])
-                self._result_states.write(start, torch.cat(some))
+                row_outputs = block.forward([input_of(row) for row in range(start, stop)])
+                self._result_states.write(start, torch.cat(row_outputs))
 
     def pass_source(self, decoder_block: DecoderBlock) -> None:
         """Run all rows through a block of the source; errors as `tune_blocks`."""
@@ -202,15 +202,17 @@ class TuningStream(ModelStream):
 
     def _result_input(self, index: int) -> Callable[[int], MicroBatch]:
         """Return a function that returns the quantized model's input of a block for a row."""
-        passage, ahead = self._block_inputs(index), self._result_states
-        assert ahead is not None
-        return lambda row: MicroBatch(row, ahead.read(row, row + 1).to(self._device), passage)
+        passage, result_states = self._block_inputs(index), self._result_states
+        assert result_states is not None
+        return lambda row: MicroBatch(
+            row, result_states.read(row, row + 1).to(self._device), passage
+        )
 
-    def tune(self, read: Read, epochs: int, seed: int, report: ReportShare) -> TuningResult:
+    def tune(self, read_result: Read, epochs: int, seed: int, report: ReportShare) -> TuningResult:
         """Tune the whole model.
 
         Args:
-            read: returns a block as it was written.
+            read_result: returns a block as it was written.
             epochs: number of passes over the rows.
             seed: seed of the order of the rows.
             report: called with the share of the work done, and a message with the divergence on held-out rows.
@@ -226,7 +228,10 @@ class TuningStream(ModelStream):
             states = self._source()
             blocks = [
                 TunedBlock.of(
-                    decoder_block := self.block(index), read(decoder_block), rate, self._device
+                    decoder_block := self.block(index),
+                    read_result(decoder_block),
+                    rate,
+                    self._device,
                 )
                 for index in range(len(self._blocks))
             ]
@@ -275,9 +280,11 @@ class TuningStream(ModelStream):
         start, targets = states
         total = 0.0
         for first in range(rows.start, rows.stop, ROWS_PER_STEP):
-            some = [*range(first, min(first + ROWS_PER_STEP, rows.stop))]
-            last = self._forward(blocks, start, some)[-1]
-            total += sum(value for value, _ in self._divergence_gradients(some, last, targets))
+            row_numbers = [*range(first, min(first + ROWS_PER_STEP, rows.stop))]
+            last = self._forward(blocks, start, row_numbers)[-1]
+            total += sum(
+                value for value, _ in self._divergence_gradients(row_numbers, last, targets)
+            )
         return total / (len(rows) * self._rows.shape[1])
 
     def _gradients(
@@ -285,7 +292,7 @@ class TuningStream(ModelStream):
         blocks: list[TunedBlock],
         states: tuple[HiddenStates, HiddenStates],
         rows: list[int],
-        share: float,
+        rate_share: float,
     ) -> list[Tensor | None]:
         """Update codes; return the gradients of the mean divergence with respect to all factors.
 
@@ -301,7 +308,7 @@ class TuningStream(ModelStream):
             block = blocks[index]
             batches = self._single(index, rows, reached.pop())
             known = dict(zip(rows, row_gradients, strict=True))
-            row_gradients, sums = block.backward(batches, partial(_of_row, known), share)
+            row_gradients, sums = block.backward(batches, partial(_of_row, known), rate_share)
             _check_finite(block.decoder_block, row_gradients, rows)
             sums_by_block.append([total if total is None else total * scale for total in sums])
         return [gradient for block_sums in reversed(sums_by_block) for gradient in block_sums]
@@ -369,10 +376,10 @@ def optimize_blocks(
     for _ in range(epochs):
         order = torch.randperm(count, generator=generator).tolist()
         for first in range(0, count, rows_per_step):
-            share = 0.5 + 0.5 * cos(pi * step / steps)
-            step_gradients = gradients(order[first : first + rows_per_step], share)
+            rate_share = 0.5 + 0.5 * cos(pi * step / steps)
+            step_gradients = gradients(order[first : first + rows_per_step], rate_share)
             for item, gradient in zip(learned, step_gradients, strict=True):
-                item.step(gradient, share)
+                item.step(gradient, rate_share)
             step += 1
             report(step / steps, best)
         after = loss()

@@ -374,8 +374,8 @@ class StepDrafter:
             return item
         tokens = item.first + 1 + len(tree.tokens)
         max_step_tokens = cache.layout.max_step_tokens if cache.layout.rings else tokens
-        fits = tokens <= cache.max_tokens and len(tree.tokens) < max_step_tokens
-        if not fits or cache.pages_needed(item.row, tokens) > cache.free_pages:
+        is_within_limits = tokens <= cache.max_tokens and len(tree.tokens) < max_step_tokens
+        if not is_within_limits or cache.pages_needed(item.row, tokens) > cache.free_pages:
             return item
         cache.reserve(item.row, tokens)
         return replace(item, tree=tree)

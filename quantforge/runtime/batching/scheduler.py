@@ -181,8 +181,8 @@ class Scheduler:
         start = cache.length(row)
         while cache.pages_needed(row, start + tokens) > cache.free_pages:
             if self.running[-1] is entry:  # those before it are older
-                fits = (len(cache.pages_of(row)) + cache.free_pages) * PAGE_SIZE - start
-                tokens = min(tokens, fits)
+                free_tokens = (len(cache.pages_of(row)) + cache.free_pages) * PAGE_SIZE - start
+                tokens = min(tokens, free_tokens)
                 break
             self._preempt(self.running[-1], work)
         if tokens > 0:

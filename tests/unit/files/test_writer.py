@@ -216,7 +216,7 @@ def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
     assert len(synced) == 3, "nothing new"
     assert first.entry("w").file.name == shard_names(2)[0]
     del first
-    second = WeightsWriter(tmp_path, plan_files(shards), done=["b"])
+    second = WeightsWriter(tmp_path, plan_files(shards), finished_names=["b"])
     with pytest.raises(ValueError, match="written before"):
         second.write("b", tensors["b"])
     with second as writer:
@@ -232,11 +232,11 @@ def test_a_run_goes_on_with_its_own_files_only(tmp_path: Path) -> None:
     WeightsWriter(tmp_path, plan_files(SHARDS))
     os.truncate(tmp_path / "model.safetensors", 10)
     with pytest.raises(IntegrityError, match="not the file") as damaged:
-        WeightsWriter(tmp_path, plan_files(SHARDS), done=["w"])
+        WeightsWriter(tmp_path, plan_files(SHARDS), finished_names=["w"])
     assert damaged.value.hint == f"start afresh: rm -r {tmp_path.parent}"  # what holds the stage
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(IntegrityError, match="not the file"):
-        WeightsWriter(tmp_path, plan_files(SHARDS), done=["w"])
+        WeightsWriter(tmp_path, plan_files(SHARDS), finished_names=["w"])
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
