@@ -45,7 +45,7 @@ def check_names(requested: Iterable[str], known: Iterable[str]) -> None:
             raise UsageError(f"no option '{name}'", nearest_hint(name, names))
 
 
-def check_types(kind: Any, arguments: Mapping[str, Any], where: str = "") -> None:
+def check_types(kind: Any, arguments: Mapping[str, Any], prefix: str = "") -> None:
     """Refuse values without the types declared by a function, dataclass or typed dictionary.
 
     Unknown names are ignored.
@@ -53,7 +53,7 @@ def check_types(kind: Any, arguments: Mapping[str, Any], where: str = "") -> Non
     Args:
         kind: the function or class with the annotations.
         arguments: the values by name.
-        where: prefix of the names in messages, such as ``settings.``.
+        prefix: prefix of the names in messages, such as ``settings.``.
 
     Raises:
         UsageError: naming the first such value and the expected types.
@@ -69,12 +69,12 @@ def check_types(kind: Any, arguments: Mapping[str, Any], where: str = "") -> Non
                 for expected_type in expected
             )
             raise UsageError(
-                f"{where}{name} = {value!a:.60}: {type(value).__name__} is the wrong type",
+                f"{prefix}{name} = {value!a:.60}: {type(value).__name__} is the wrong type",
                 f"give {' or '.join(map(str, dict.fromkeys(type_texts)))}{_EXAMPLES.get(name, '')}",
             )
-        if is_dataclass(value) and (where or name == "settings"):
+        if is_dataclass(value) and (prefix or name == "settings"):
             fields = {field: getattr(value, field) for field in type(value).__annotations__}
-            check_types(type(value), fields, f"{where}{name}.")
+            check_types(type(value), fields, f"{prefix}{name}.")
 
 
 def check_arguments(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -114,15 +114,15 @@ def strict_fields(kind: type[R]) -> type[R]:
     fields_signature = signature(kind)
 
     @wraps(original_init)
-    def checked(self: R, *args: Any, **named: Any) -> None:
-        check_names(named, fields_signature.parameters)
+    def checked(self: R, *args: Any, **kwargs: Any) -> None:
+        check_names(kwargs, fields_signature.parameters)
         try:
-            fields_signature.bind(*args, **named)
+            fields_signature.bind(*args, **kwargs)
         except TypeError as error:
             raise UsageError(
                 f"{kind.__name__}: {error}", f"its fields: {', '.join(fields_signature.parameters)}"
             ) from error
-        original_init(self, *args, **named)
+        original_init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]
     return kind

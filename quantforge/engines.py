@@ -244,7 +244,7 @@ def command_of(
         tokenizer: the original model, if the result is served with its tokenizer.
     """
     target, path = TARGETS[engine], str(model)
-    plain = re.fullmatch(r"[\w./+-]+", path)  # other text stands in quotes in a Modelfile
+    is_plain = re.fullmatch(r"[\w./+-]+", path)  # other text stands in quotes in a Modelfile
     options = (
         target.context.format(serving.context) if serving.context is not None else "",
         target.caches.get(_cache_of(serving), ""),
@@ -254,7 +254,7 @@ def command_of(
     )
     return target.command.format(
         model=shlex.quote(path),
-        from_line=shlex.quote(f"FROM {path if plain else json.dumps(path)}"),
+        from_line=shlex.quote(f"FROM {path if is_plain else json.dumps(path)}"),
         name=shlex.quote(name or "NAME"),
         options="".join(f" {option}" for option in options if option),
     )
@@ -383,9 +383,9 @@ def snippets(
 
 def _program(engine: str, path: str, *, chat: bool) -> str:
     """Return the program that loads a result and generates text."""
-    program, plain, with_template = _PROGRAMS[engine]
+    program, without_template, with_template = _PROGRAMS[engine]
     name = json.dumps(path, ensure_ascii=False)[1:-1]  # between the quotes of the program
-    return program.format(name=name, inputs=with_template if chat else plain)
+    return program.format(name=name, inputs=with_template if chat else without_template)
 
 
 def _served(engine: str, path: str, *, chat: bool) -> str:

@@ -178,8 +178,8 @@ def nearest_hint(
     if close_matches:
         quoted = [f"'{name}'" for name in close_matches]
         return f"did you mean {' or '.join(quoted)}?"
-    shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
-    return f"known: {shown}"
+    known_text = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
+    return f"known: {known_text}"
 
 
 def _closest(word: str, choices: Sequence[str]) -> Sequence[str]:

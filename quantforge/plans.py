@@ -289,11 +289,11 @@ class Plan:
         """Return all figures of bits per weight as text."""
         if not self.quantized():
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
-        inside = "all in blocks"
+        block_text = "all in blocks"
         if any(tensor.block < 0 for tensor in self.quantized()):
-            inside = f"{self.bits_per_weight_in_blocks:.3f} in blocks".replace("nan", "none")
-        inside += f" ({self.bits_per_weight_total:.3f} over all tensors)"
-        return f"{self.bits_per_weight:.3f} bits per quantized weight, {inside}"
+            block_text = f"{self.bits_per_weight_in_blocks:.3f} in blocks".replace("nan", "none")
+        block_text += f" ({self.bits_per_weight_total:.3f} over all tensors)"
+        return f"{self.bits_per_weight:.3f} bits per quantized weight, {block_text}"
 
 
 def _bits(tensors: Sequence[TensorPlan]) -> float:

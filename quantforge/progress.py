@@ -107,7 +107,7 @@ def phase(name: str, share: float, step: str = "") -> Iterator[None]:
     if position is None:
         yield
         return
-    before = position.first, position.last, position.phase, position.done, position.total
+    saved_position = position.first, position.last, position.phase, position.done, position.total
     end = min(position.last, position.at + share * (position.last - position.first))
     position.first, position.last = position.at, end
     if name:
@@ -117,7 +117,9 @@ def phase(name: str, share: float, step: str = "") -> Iterator[None]:
         yield
         position.at = end
     finally:
-        position.first, position.last, position.phase, position.done, position.total = before
+        position.first, position.last, position.phase, position.done, position.total = (
+            saved_position
+        )
 
 
 def report_step(

@@ -470,5 +470,5 @@ def _toml_lines(data: Mapping[str, Any]) -> list[str]:
 
 def _toml_value(value: Any) -> str:
     """Return a value as TOML: a basic string is a JSON string, except that DEL has to be escaped."""
-    shown = list(value) if isinstance(value, tuple) else value
-    return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")
+    json_value = list(value) if isinstance(value, tuple) else value
+    return json.dumps(json_value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -150,8 +150,8 @@ def gc_paused() -> Iterator[None]:
 def _build_object(pairs: list[tuple[str, Any]], refuse: Refuse) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        seen_keys: set[str] = set()
+        duplicate = next(key for key, _ in pairs if key in seen_keys or seen_keys.add(key))  # type: ignore[func-returns-value]
         refuse(f"the key {duplicate[:80]!r} occurs twice")
     return value
 

@@ -83,23 +83,25 @@ def choose_templates(
         SourceError: in the first layout that has templates, one is not text, or a list entry lacks its name or text;
             or a processor would refuse the combination of files.
     """
-    chosen: dict[str, str] = {}
+    chosen_templates: dict[str, str] = {}
     source_file, notes = "", []
     for layout in _PROCESSOR_LAYOUTS if processor else LAYOUTS:
         try:
             templates, layout_notes = _read_layout(layout, files, model)
         except SourceError as error:
-            if not chosen:
+            if not chosen_templates:
                 raise
             notes.append(
                 f"{error.message}; it is not used: transformers takes {_describe_layout(source_file)}"
             )
             continue
         differing = sorted(
-            name for name, text in templates.items() if not _equal_templates(chosen.get(name), text)
+            name
+            for name, text in templates.items()
+            if not _equal_templates(chosen_templates.get(name), text)
         )
-        if not chosen and templates:
-            chosen, source_file = templates, layout
+        if not chosen_templates and templates:
+            chosen_templates, source_file = templates, layout
             notes += layout_notes
         elif differing:
             notes.append(
@@ -115,9 +117,9 @@ def choose_templates(
             f"{model}: {OLD_FILE} and {TEMPLATE_FOLDER}/ contradict each other: transformers' processors refuse them",
             f"rename the template of {OLD_FILE} to {TEMPLATE_FILE}",
         )
-    if processor and DEFAULT in chosen:
-        chosen = {DEFAULT: chosen[DEFAULT]}
-    return TemplateSet(chosen, source_file, tuple(notes))
+    if processor and DEFAULT in chosen_templates:
+        chosen_templates = {DEFAULT: chosen_templates[DEFAULT]}
+    return TemplateSet(chosen_templates, source_file, tuple(notes))
 
 
 def _read_layout(

@@ -208,8 +208,8 @@ def read_parquet(path: Path, row_reader: RowReader) -> Iterator[Record]:
         ) from error
     try:
         with (
-            FILES.stream(path, TABLE, None) as opened,
-            ParquetFile(opened, buffer_size=1 << 20) as file,
+            FILES.stream(path, TABLE, None) as stream,
+            ParquetFile(stream, buffer_size=1 << 20) as file,
         ):
             yield from _parquet_records(path, file, row_reader)
     except SourceError:

@@ -222,7 +222,7 @@ def read_file(path: Path, max_bytes: int, row_reader: RowReader) -> Iterator[Rec
 
 def _limit_bytes(texts: Iterable[str], max_bytes: int, source_name: str) -> Iterator[str]:
     """Yield non-empty texts up to ``max_bytes`` of UTF-8; the last one is truncated."""
-    remaining = max_bytes
+    bytes_left = max_bytes
     for text in texts:
         if not text.strip():
             continue
@@ -233,9 +233,9 @@ def _limit_bytes(texts: Iterable[str], max_bytes: int, source_name: str) -> Iter
                 f"'{source_name}' holds half of a surrogate pair: {error.reason}",
                 "remove \\ud800-like escapes",
             ) from error
-        yield text if len(data) <= remaining else data[:remaining].decode(errors="ignore")
-        remaining -= len(data)
-        if remaining <= 0:
+        yield text if len(data) <= bytes_left else data[:bytes_left].decode(errors="ignore")
+        bytes_left -= len(data)
+        if bytes_left <= 0:
             return
-    if remaining == max_bytes:
+    if bytes_left == max_bytes:
         raise SourceError(f"'{source_name}' holds no text", "give a source that is not empty")

@@ -92,11 +92,11 @@ class TextTokenizer:
         excess_id = next((token_id for token_id in ids if token_id >= self.embedding_rows), None)
         if excess_id is not None:
             text = self.tokenizer.id_to_token(excess_id) if excess_id < 1 << 31 else None
-            named = (
+            token_text = (
                 f"token id {excess_id}" if text is None else f"token {text!a:.60} (id {excess_id})"
             )
             raise SourceError(
-                f"{location}: {named} has no row in the model's embedding, which has {self.embedding_rows} rows",
+                f"{location}: {token_text} has no row in the model's embedding, which has {self.embedding_rows} rows",
                 "the tokenizer has this token and the model does not: leave it out of the text"
                 if text is not None
                 else "encode the text with the model's own tokenizer",
@@ -243,10 +243,10 @@ def _encode_with_timeout(tokenizer: Tokenizer, text: str, *, special: bool) -> l
 
 def _bos_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
     """Return the id that the tokenizer puts at the beginning of a text, or None."""
-    plain = _encode_with_timeout(tokenizer, "word", special=False)
+    unprocessed = _encode_with_timeout(tokenizer, "word", special=False)
     processed = _encode_with_timeout(tokenizer, "word", special=True)
-    if len(processed) > len(plain):
-        return processed[0] if processed[:1] != plain[:1] else None
+    if len(processed) > len(unprocessed):
+        return processed[0] if processed[:1] != unprocessed[:1] else None
     return (
         _token_id(tokenizer, config, "bos_token") if config.get("add_bos_token") is True else None
     )

@@ -114,8 +114,8 @@ def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> l
         RefusedError: the runtime does not support a model.
     """
     _check_options(models, options)
-    opened = [open_for_generation(name, settings) for name in models]
-    for path, _ in opened:
+    opened_models = [open_for_generation(name, settings) for name in models]
+    for path, _ in opened_models:
         check_draft_options(path, options.drafts, settings, batched=True)
     check_device(settings.device)
     import torch
@@ -125,7 +125,7 @@ def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> l
     with report_to(settings.progress):
         text = read_text(options.text, MAX_TEXT_BYTES, offline=settings.offline)
         rows = []
-        for name, (path, config) in zip(models, opened, strict=True):
+        for name, (path, config) in zip(models, opened_models, strict=True):
             requests = _requests(path, config, text, options)
             if options.url:
                 rows.append(_measure_server(requests, options))

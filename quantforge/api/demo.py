@@ -63,5 +63,5 @@ def demo(out: str | Path = NAME) -> Path:
 def _packaged_model() -> Path:
     """Return the directory of the demo model: inside the package, or next to it in a git checkout."""
     package = Path(__file__).parent.parent
-    inside = package / "models" / NAME
-    return inside if inside.is_dir() else package.parent / "models" / NAME
+    packaged_path = package / "models" / NAME
+    return packaged_path if packaged_path.is_dir() else package.parent / "models" / NAME

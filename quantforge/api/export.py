@@ -142,11 +142,11 @@ def export(
         if imatrix is not None:
             requested, settings = add_importance_file(model, requested, settings, imatrix)
         requested, settings = strip_local_paths(requested, settings)
-        chosen, notes = choose_format(requested, out_path)
+        format_recipe, notes = choose_format(requested, out_path)
         checkpoint = open_model(resolve_model(str(model), settings.offline))
-        mixture = chosen.type is not None and source is None
-        if _needs_quantization_run(checkpoint, chosen.format, typed=mixture):
-            _refuse_type_of_decoded(checkpoint, chosen)
+        mixture = format_recipe.type is not None and source is None
+        if _needs_quantization_run(checkpoint, format_recipe.format, typed=mixture):
+            _refuse_type_of_decoded(checkpoint, format_recipe)
             with _note_resumable():
                 return quantize_opened(checkpoint, requested, out_path, settings)
         if settings.adapter is not None and source is None and not requantize:
@@ -154,14 +154,14 @@ def export(
                 f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
                 "quantforge quantize MODEL --adapter DIR rounds the merged weights",
             )
-        has_type = chosen.type is not None and chosen.format != PLAIN
+        has_type = format_recipe.type is not None and format_recipe.format != PLAIN
         if _is_quantized(checkpoint) and (source is not None or requantize or has_type):
             with _note_resumable():
                 return _quantize_again(
-                    checkpoint, chosen, out_path, settings, source, requantize=requantize
+                    checkpoint, format_recipe, out_path, settings, source, requantize=requantize
                 )
         return _move_codes(
-            checkpoint, chosen, notes, out_path, settings, allow_inexact=allow_inexact
+            checkpoint, format_recipe, notes, out_path, settings, allow_inexact=allow_inexact
         )
 
 

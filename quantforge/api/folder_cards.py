@@ -185,13 +185,14 @@ def write_folder_card(
         for path, (_, file_capacity) in plans.items()
     ]
     name = choose_example_file(files).name
-    shown = next(path for path in paths if path.name == name)
-    plan, document = plans[shown][0], documents[shown]
+    example_path = next(path for path in paths if path.name == name)
+    plan, document = plans[example_path][0], documents[example_path]
     info = load_format(plan.format).INFO
     has_template = (
-        DEFAULT in choose_templates(tokenizer_side_files(open_model(shown)), shown).templates
+        DEFAULT
+        in choose_templates(tokenizer_side_files(open_model(example_path)), example_path).templates
     )
-    code = snippets(info, plan.engines, shown.name, chat=has_template, repository=repository)
+    code = snippets(info, plan.engines, example_path.name, chat=has_template, repository=repository)
     files_text = render_files_part(files, context, code)
     card_path = folder / CARD
     if card_path.exists():

@@ -167,8 +167,8 @@ def plan_job(
     """
     source = source_as_read(opened, recipe, out, settings)
     checkpoint = planned_source(source, recipe)
-    before = digest_small_files(checkpoint)
+    small_file_digests = digest_small_files(checkpoint)
     planned = make_plan(recipe, checkpoint, out, settings, events=events)
     settings.policy.check(planned.plan.substitutions)
     out = out or naming.default_path(planned.plan.name, checkpoint.path)
-    return Job(out, settings, source, checkpoint, before, planned)
+    return Job(out, settings, source, checkpoint, small_file_digests, planned)

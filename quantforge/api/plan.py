@@ -91,8 +91,10 @@ def capacity(
         request = size_request(target, like, candidates, recipe, options)
         planned = plan_search(model, request, settings, Path(out) if out else None).estimate_plan()
         return planned.plan, of_plan(planned.plan, planned.model_layout, load or Load())
-    chosen = (value for key, value in options.items() if key not in _SERVING_OPTIONS)
-    has_recipe = recipe is not None or any(value not in {None, False, ()} for value in chosen)
+    option_values = (value for key, value in options.items() if key not in _SERVING_OPTIONS)
+    has_recipe = recipe is not None or any(
+        value not in {None, False, ()} for value in option_values
+    )
     checkpoint = None if has_recipe else open_model(resolve_model(str(model), settings.offline))
     if checkpoint is not None and isinstance(checkpoint.config.get("quantization_config"), Mapping):
         engine, parallel = options.get("engine"), options.get("tensor_parallel")

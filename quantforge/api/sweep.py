@@ -178,13 +178,13 @@ def _refusal(left_out: Mapping[str, QuantForgeError], num_combinations: int) -> 
 
 
 def combinations(
-    grid: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any] | None = None
+    grid: Mapping[str, Sequence[Any]], fixed_options: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the choices of every combination by its name: ``{"gptq-bits3": {"method": "gptq", "bits": 3}}``.
 
     Args:
         grid: values by the names of choices; strings are parsed as on the command line.
-        fixed: choices that all combinations share.
+        fixed_options: choices that all combinations share.
 
     Raises:
         UsageError: a name is unknown, its values are not a list, repeat a value, or are lists, or the choice is fixed
@@ -196,7 +196,7 @@ def combinations(
     if not grid:
         raise UsageError("nothing is varied", "--over bits=3,4")
     for name in grid:
-        if (fixed or {}).get(name) is not None:
+        if (fixed_options or {}).get(name) is not None:
             option = name.replace("_", "-")
             raise UsageError(f"--over {name}: --{option} is given too", "leave one of them out")
     rows = [

@@ -83,5 +83,5 @@ def decoder_family(model_type: str) -> Architecture | None:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the text decoder: the nested one of a multimodal model, else the whole."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
+    nested_config = config.get("text_config")
+    return nested_config if isinstance(nested_config, Mapping) else config

@@ -235,8 +235,8 @@ class Architecture:
         if self.derivation is not None:
             return self.derivation.dimensions
         sizes = {
-            name: where({**self.defaults, **config}) if callable(where) else where
-            for name, where in self.sizes.items()
+            name: size_source({**self.defaults, **config}) if callable(size_source) else size_source
+            for name, size_source in self.sizes.items()
         }
         types = frozenset(
             layer_type for kind in self.kinds for layer_type in kind.name.split("/") if layer_type
@@ -266,10 +266,10 @@ class Architecture:
                 f"each of them {' or '.join(sorted(kinds))}",
                 subject="config.json",
             )
-        counted = {
+        kinds_by_name = {
             name: kinds[name].for_config(values).with_experts(dimensions) for name in set(names)
         }
-        return tuple(counted[name] for name in names)
+        return tuple(kinds_by_name[name] for name in names)
 
     def slice_rows(self, dimensions: Dimensions, linear: str, label: str) -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""

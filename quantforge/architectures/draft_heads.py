@@ -108,12 +108,12 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 def without_draft_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with all counts of draft heads set to zero, in ``text_config`` too."""
-    changed: dict[str, Any] = {key: 0 for key in COUNT_KEYS if config.get(key)}
-    changed |= {key: False for key in ENABLED_KEYS if config.get(key)}
-    nested = config.get("text_config")
-    if isinstance(nested, Mapping):
-        changed["text_config"] = without_draft_heads(nested)
-    return {**config, **changed}
+    changed_keys: dict[str, Any] = {key: 0 for key in COUNT_KEYS if config.get(key)}
+    changed_keys |= {key: False for key in ENABLED_KEYS if config.get(key)}
+    nested_config = config.get("text_config")
+    if isinstance(nested_config, Mapping):
+        changed_keys["text_config"] = without_draft_heads(nested_config)
+    return {**config, **changed_keys}
 
 
 def _is_linear(tensor: StoredTensor) -> bool:

@@ -81,14 +81,18 @@ def _allowed_counts(config: Mapping[str, Any]) -> frozenset[int]:
 
     A configuration declares one number per group, or one number and the width of each group (text and images).
     """
-    lists = {
+    count_lists = {
         key: value
         for key, value in config.items()
         if isinstance(value, list) and value and all(type(item) is int for item in value)
     }
-    sums = {sum(value) for key, value in lists.items() if is_expert_count_key(key)}
+    sums = {sum(value) for key, value in count_lists.items() if is_expert_count_key(key)}
     counts = expert_counts(config)
-    counts |= {count * len(lists[key]) for count in counts for key in _PER_PART_KEYS & lists.keys()}
+    counts |= {
+        count * len(count_lists[key])
+        for count in counts
+        for key in _PER_PART_KEYS & count_lists.keys()
+    }
     counts |= {count + zero_count for count in counts for zero_count in _zero_expert_counts(config)}
     return counts | {total for total in sums if any(total % count == 0 for count in counts)}
 

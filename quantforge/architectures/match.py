@@ -592,8 +592,10 @@ def _declared_role(
         return Role.LINEAR
     if module in matrices and kind == "bias":
         return Role.BIAS
-    named = kind in {"weight", "bias"} and "embed" not in item.name and not module.endswith("wpe")
-    return Role.NORM if named and len(item.shape) == 1 else Role.OTHER
+    may_be_norm = (
+        kind in {"weight", "bias"} and "embed" not in item.name and not module.endswith("wpe")
+    )
+    return Role.NORM if may_be_norm and len(item.shape) == 1 else Role.OTHER
 
 
 def _match_names(

@@ -99,11 +99,15 @@ def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str
     yield f"{origin(document, base)}, {quantized_text} in the format `{plan.format}`: {plan.density}."
     yield f"Made by QuantForge {__version__}."
     yield ""
-    before = _source_bytes(document)
-    ratio = f", {before / plan.output_bytes:.2f} times less" if before > plan.output_bytes else ""
+    source_bytes = _source_bytes(document)
+    ratio = (
+        f", {source_bytes / plan.output_bytes:.2f} times less"
+        if source_bytes > plan.output_bytes
+        else ""
+    )
     yield f"- files: {size_and_bytes(plan.output_bytes)} in {len(plan.shards)}"
-    if before:
-        yield f"- the source's files: {size_and_bytes(before)}{ratio}"
+    if source_bytes:
+        yield f"- the source's files: {size_and_bytes(source_bytes)}{ratio}"
 
 
 def title(plan: Plan, document: Mapping[str, Any]) -> str:
@@ -122,10 +126,10 @@ def _is_quantized(plan: Plan, manifest_entry: Mapping[str, Any]) -> bool:
 
 def origin(document: Mapping[str, Any], base: str) -> str:
     """Return the original model (a link to the hub if known) with merged adapters and kept experts."""
-    named = code(str(first(document).get("source", {}).get("model")))
+    model_link = code(str(first(document).get("source", {}).get("model")))
     if base:
-        named = f"[{base}](https://huggingface.co/{base})"
-    return f"{named}{_changes_text(document)}"
+        model_link = f"[{base}](https://huggingface.co/{base})"
+    return f"{model_link}{_changes_text(document)}"
 
 
 def _changes_text(document: Mapping[str, Any], *, name_only: bool = False) -> str:
@@ -188,15 +192,15 @@ def loading(plan: Plan, path: str, *, chat: bool) -> str:
 def steps(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield how a result was made from the original model, one line for each result of the chain."""
     for number, entry in enumerate(reversed(chain(document)), 1):
-        source, form = entry["source"], code(str(entry.get("format", "")))
+        source, format_name = entry["source"], code(str(entry.get("format", "")))
         revision = f", revision {code(str(source['revision']))}" if "revision" in source else ""
         if entry.get("recipe"):
-            action_text = f"quantized by {code(str(entry.get('method')))} into {form}"
+            action_text = f"quantized by {code(str(entry.get('method')))} into {format_name}"
         else:
             exception_text = (
                 " but for the embedding" if "embedding-quantized" in entry["event_counts"] else ""
             )
-            action_text = f"exported to {form}, which restates its numbers{exception_text}"
+            action_text = f"exported to {format_name}, which restates its numbers{exception_text}"
         single_step = {"source": source}  # what was merged in this step
         yield f"{number}. {code(str(source.get('model')))}{revision}{_changes_text(single_step)}: {action_text}"
 
@@ -224,15 +228,15 @@ def _calibration_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _expert_lines(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield how many calibration tokens the experts saw."""
-    seen = {
+    tokens_by_name = {
         entry["name"]: entry["calibration_tokens"]
         for entry in document["tensors"]
         if "calibration_tokens" in entry
     }
     counts = {
-        (tensor.block, tensor.expert): int(seen[tensor.name])
+        (tensor.block, tensor.expert): int(tokens_by_name[tensor.name])
         for tensor in plan.tensors
-        if tensor.name in seen and tensor.expert >= 0
+        if tensor.name in tokens_by_name and tensor.expert >= 0
     }
     if counts:
         token_counts = sorted(counts.values())
@@ -341,7 +345,7 @@ def base_model(given_name: str, document: Mapping[str, Any], config: Mapping[str
 
 
 def front_matter(
-    base: str, library: str, tags: list[str], carried: Mapping[str, Any], *, tuned: bool
+    base: str, library: str, tags: list[str], source_fields: Mapping[str, Any], *, tuned: bool
 ) -> str:
     """Return the front matter of a card as YAML, without its dashes.
 
@@ -349,14 +353,14 @@ def front_matter(
         base: name of the original model on the hub, or "".
         library: library that loads the result, as named by the hub.
         tags: tags in addition to QuantForge's.
-        carried: fields of the source's card, see `source_card_fields`.
+        source_fields: fields of the source's card, see `source_card_fields`.
         tuned: whether an adapter was merged into the base.
     """
     from huggingface_hub import ModelCardData
 
     # The hub allows one relation: with a merged adapter the result is more than a quantization of the base.
     relation = "finetune" if tuned else "quantized"
-    related = {"base_model": base, "base_model_relation": relation} if base else {}
-    fields = {**related, "library_name": library, "pipeline_tag": _TASK, **carried}
+    base_fields = {"base_model": base, "base_model_relation": relation} if base else {}
+    fields = {**base_fields, "library_name": library, "pipeline_tag": _TASK, **source_fields}
     data = ModelCardData(**fields, quantized_by=_QUANTIZED_BY, tags=[_QUANTIZED_BY, *tags])
     return str(data.to_yaml())

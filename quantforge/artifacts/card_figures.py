@@ -56,14 +56,14 @@ class MutablePart:
         first, last = bare.index(self.begin), bare.index(self.end)
         if first > last:
             raise ValueError(self)
-        inside = f"{content.strip()}\n" if content.strip() else ""
-        return "".join([*lines[: first + 1], inside, *lines[last:]])
+        new_content = f"{content.strip()}\n" if content.strip() else ""
+        return "".join([*lines[: first + 1], new_content, *lines[last:]])
 
     def content(self, text: str) -> str:
         """Return the content of this part in a card; "" if a user has removed the delimiters."""
-        _, begun, after_marker = text.partition(f"{self.begin}\n")
-        inside, ended, _ = after_marker.partition(f"\n{self.end}\n")
-        return inside if begun and ended else ""
+        _, begin_marker, after_marker = text.partition(f"{self.begin}\n")
+        content, end_marker, _ = after_marker.partition(f"\n{self.end}\n")
+        return content if begin_marker and end_marker else ""
 
 
 _SECTION = MutablePart("<!-- quantforge eval: begin -->", "<!-- quantforge eval: end -->")
@@ -108,10 +108,10 @@ def read_card(folder: Path) -> str:
         with_figures(text, "", "")
     except ValueError as error:
         markers = error.args[0]
-        where = "in the front matter" if markers is _INDEX else "where the figures should stand"
+        place = "in the front matter" if markers is _INDEX else "where the figures should stand"
         raise InputError(
             f"the part for measured figures is not between one line '{markers.begin}' and one line '{markers.end}'",
-            f"put these two lines {where}, each on a line of its own",
+            f"put these two lines {place}, each on a line of its own",
             file=str(path),
             subject=str(path),
         ) from error
@@ -143,14 +143,14 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
         UsageError: none of the models is in the folder.
         InputError: as `read_card`, or the manifest of a result does not declare the card mutable.
     """
-    inside = [model for model in models if is_in_folder(model, folder)]
-    if not inside:
+    own_models = [model for model in models if is_in_folder(model, folder)]
+    if not own_models:
         raise UsageError(
             f"--card {folder}: no model of it is measured",
             "quantforge eval REFERENCE DIR --card DIR",
         )
     read_card(folder)
-    for model in inside:
+    for model in own_models:
         declared = (manifest.read_manifest(model) or {}).get("mutable")
         if not isinstance(declared, list) or any(field not in declared for field in MUTABLE[:2]):
             raise InputError(

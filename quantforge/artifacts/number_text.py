@@ -14,12 +14,12 @@ def significant(value: float, *, sign: bool = False) -> str:
         value: a finite number.
         sign: whether to write a plus sign.
     """
-    form = "+" if sign else ""
+    sign_option = "+" if sign else ""
     exponent = int(f"{value:.{DIGITS - 1}e}".partition("e")[2])  # after rounding
     if value and exponent < MIN_EXPONENT:
-        return f"{value:{form}.{DIGITS - 1}e}"
+        return f"{value:{sign_option}.{DIGITS - 1}e}"
     decimals = DIGITS - 1 - exponent if value else 0
-    return f"{round(value, decimals):{form}.{max(0, decimals)}f}"
+    return f"{round(value, decimals):{sign_option}.{max(0, decimals)}f}"
 
 
 def value_and_error(value: float, error: float | None) -> str:

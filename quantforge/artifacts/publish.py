@@ -48,12 +48,12 @@ def describe_source(
 
 
 def digest_source(
-    checkpoint: Checkpoint, before: Mapping[str, Any], settings: Settings
+    checkpoint: Checkpoint, earlier_digests: Mapping[str, Any], settings: Settings
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Compute digests of a model's files at the start of a run.
 
     What planning has read so far has to match these digests, so the small files are compared with the digests of when
-    the model was opened (``before``), and configuration and headers are read again.
+    the model was opened (``earlier_digests``), and configuration and headers are read again.
 
     Returns:
         The checkpoint to read from now on, and the source's manifest entry.
@@ -63,7 +63,7 @@ def digest_source(
     """
     checksums = weight_checksums(checkpoint, rounding_workers(settings))
     source = describe_source(checkpoint, checksums)
-    for name, entry in before.items():
+    for name, entry in earlier_digests.items():
         if source["files"].get(name) != entry:
             raise changed_error(checkpoint.path / name)
     if open_model(checkpoint.path) != checkpoint.original:

@@ -300,10 +300,10 @@ def _to_typed_error(error: Exception, arguments: list[str]) -> QuantForgeError |
     if (
         isinstance(error, OSError) and error.errno
     ):  # not handled elsewhere, such as a name that is too long
-        where = f"{error.filename}: " if error.filename else ""
+        prefix = f"{error.filename}: " if error.filename else ""
         full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE}
         kind = ResourceError if full else InputError
-        return kind(f"{where}{error.strerror}", "check the path, its permissions and the disk")
+        return kind(f"{prefix}{error.strerror}", "check the path, its permissions and the disk")
     # torch raises RuntimeError for a failed allocation, and its own class on a GPU
     if (
         isinstance(error, MemoryError)

@@ -133,5 +133,5 @@ def _cuda() -> list[Check]:
 
 
 def _disk() -> list[Check]:
-    free = shutil.disk_usage(Path.cwd()).free
-    return [("PASS" if free > 1e9 else "WARN", "disk", f"{size(free)} free here")]
+    free_bytes = shutil.disk_usage(Path.cwd()).free
+    return [("PASS" if free_bytes > 1e9 else "WARN", "disk", f"{size(free_bytes)} free here")]

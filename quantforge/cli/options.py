@@ -30,9 +30,9 @@ from quantforge.settings import (
 Completer = Callable[[str], list[str]]
 
 
-def complete_from(*lists: Iterable[str]) -> Completer:
+def complete_from(*choice_lists: Iterable[str]) -> Completer:
     """Return a shell completer for words of some lists; of a sum such as ``awq+gptq`` it completes the last part."""
-    known = [choice for choices in lists for choice in choices]
+    known = [choice for choices in choice_lists for choice in choices]
 
     def complete(incomplete: str) -> list[str]:
         head, plus, last = incomplete.rpartition("+")

@@ -103,8 +103,8 @@ def _path_patterns(
     typed_words: dict[str, str] = {}
     for item in (item for item in typed_paths if item[0] not in "-/"):
         parent = str(Path(item).parent)
-        for resolve in (os.path.normpath, os.path.realpath):
-            path = Path(resolve(Path(working_directory, parent)))
+        for normalize in (os.path.normpath, os.path.realpath):
+            path = Path(normalize(Path(working_directory, parent)))
             typed_words.setdefault(str(path), parent)
             # The last component is not resolved: a symbolic link stays one.
             typed_words[os.path.normpath(path / Path(item).name)] = item.rstrip("/")

@@ -372,11 +372,11 @@ def show_capacity(console: Console, capacity: Capacity, rows: list[CardCapacity]
     ):
         console.print_text(f"  {name:<12}{size(nbytes):>9}  {explanation}".rstrip())
     console.print_text()
-    priced = any(row.cost_per_million is not None for row in rows)
+    shows_price = any(row.cost_per_million is not None for row in rows)
     headers = ["device", "memory", "fits", "batch", "context", "ms/token", "tokens/s", "bound by"]
     console.print_table(
-        [*headers, *(["per 1M"] if priced else [])],
-        [tuple(_capacity_cells(row, priced)) for row in rows],
+        [*headers, *(["per 1M"] if shows_price else [])],
+        [tuple(_capacity_cells(row, shows_price)) for row in rows],
     )
     console.print_text()
     console.print_wrapped(

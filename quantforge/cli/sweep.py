@@ -89,7 +89,7 @@ def sweep(
         if processes.is_silent():
             make_results(model, grid, out, None, settings, recipe_options)
             return
-        swept = api.sweep(
+        sweep_result = api.sweep(
             model,
             grid,
             out,
@@ -97,9 +97,9 @@ def sweep(
             **recipe_options,
             measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
         )
-    _show(console, swept, failed, wide=wide)
-    evaluate.save_reports(swept.evaluation, report or [], overwrite=overwrite)
-    evaluate.write_summary(summary, swept.evaluation)
+    _show(console, sweep_result, failed, wide=wide)
+    evaluate.save_reports(sweep_result.evaluation, report or [], overwrite=overwrite)
+    evaluate.write_summary(summary, sweep_result.evaluation)
     _note_reports(console, report, summary)
 
 
@@ -113,27 +113,27 @@ def _note_reports(console: Console, reports: Sequence[Path] | None, summary: Pat
 
 
 def _show(
-    console: Console, swept: Swept, failed: Sequence[processes.FailedProcess], *, wide: bool
+    console: Console, sweep_result: Swept, failed: Sequence[processes.FailedProcess], *, wide: bool
 ) -> None:
-    for name, reason in swept.left_out.items():
+    for name, reason in sweep_result.left_out.items():
         console.note(f"{name} is left out: {reason}")
     if console.as_json:
         console.print_document(
-            {"schema": "quantforge.sweep/2", **swept.document(), "failed_processes": failed}
+            {"schema": "quantforge.sweep/2", **sweep_result.document(), "failed_processes": failed}
         )
     else:
-        evaluate.show_tables(console, swept.evaluation, wide=wide)
-        _note_results(console, swept)
+        evaluate.show_tables(console, sweep_result.evaluation, wide=wide)
+        _note_results(console, sweep_result)
 
 
-def _note_results(console: Console, swept: Swept) -> None:
+def _note_results(console: Console, sweep_result: Swept) -> None:
     """Print where the results are, and a command for the closest one on the Pareto front."""
-    rows = swept.evaluation.rows
-    best = [rows[index]["path"] for index in swept.evaluation.verdict.pareto_front]
-    example = Path(best[-1]) if best else next(iter(swept.results.values()))
-    directory = relative_to_cwd(swept.out)
+    rows = sweep_result.evaluation.rows
+    best = [rows[index]["path"] for index in sweep_result.evaluation.verdict.pareto_front]
+    example = Path(best[-1]) if best else next(iter(sweep_result.results.values()))
+    directory = relative_to_cwd(sweep_result.out)
     console.note(
-        f"results: {len(swept.results)} in {display_path(directory)}, under the names of their rows"
+        f"results: {len(sweep_result.results)} in {display_path(directory)}, under the names of their rows"
     )
     console.note(f"next: quantforge generate {shlex.quote(str(directory / example.name))}")
 

@@ -42,9 +42,9 @@ def _fill_bare_options(command: Any, args: list[str]) -> list[str]:
         for flag in parameter.opts
     }
     filled: list[str] = []
-    for argument, following in zip(args, [*args[1:], "--"], strict=False):
+    for argument, next_argument in zip(args, [*args[1:], "--"], strict=False):
         filled.append(argument)
-        if argument in flags and following.startswith("-") and "--" not in filled:
+        if argument in flags and next_argument.startswith("-") and "--" not in filled:
             filled.append("*")
     return filled
 

@@ -102,8 +102,8 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
     if report.tensors:
         noisiest = min(report.tensors, key=lambda row: float(row["snr_db"]))
         noisiest_text = f"the noisiest is {noisiest['name']} at {noisiest['snr_db']:.1f} dB ({noisiest['scheme']})"
-        result_text = "all equal" if noisiest["snr_db"] == math.inf else noisiest_text
-        console.print_text(f"{len(report.tensors)} tensors compared; {result_text}")
+        snr_text = "all equal" if noisiest["snr_db"] == math.inf else noisiest_text
+        console.print_text(f"{len(report.tensors)} tensors compared; {snr_text}")
     if report.unrecorded_factors:
         console.print_text(
             f"unrecorded factors: {len(report.unrecorded_factors)} modules have factors that cancel out,"
@@ -127,7 +127,9 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
     console.print_text(_verdict_text(report, strict=strict))
 
 
-def _finding_lines(findings: Sequence[Finding], advice: Mapping[str, str]) -> Iterator[str]:
+def _finding_lines(
+    findings: Sequence[Finding], advice_by_check: Mapping[str, str]
+) -> Iterator[str]:
     """Yield a line for each finding, errors first; for a check with many, only `MAX_LISTED` and a count."""
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for item in sorted(findings, key=lambda item: [*Severity].index(item.severity)):
@@ -136,14 +138,14 @@ def _finding_lines(findings: Sequence[Finding], advice: Mapping[str, str]) -> It
         first_findings: dict[str, Finding] = {}
         for item in items:
             first_findings.setdefault(item.where, item)
-        shown = items if len(items) <= MAX_LISTED else [*first_findings.values()][:MAX_LISTED]
-        for item in shown:
+        shown_findings = (
+            items if len(items) <= MAX_LISTED else [*first_findings.values()][:MAX_LISTED]
+        )
+        for item in shown_findings:
             yield f"{severity}: {item.where}: {item.detail}"
-        if len(items) > len(shown):
-            count_text = (
-                f"{len(items) - len(shown)} more like these, {len(first_findings)} places in all"
-            )
-            advice_text = f"; {advice[check]}" if check in advice else ""
+        if len(items) > len(shown_findings):
+            count_text = f"{len(items) - len(shown_findings)} more like these, {len(first_findings)} places in all"
+            advice_text = f"; {advice_by_check[check]}" if check in advice_by_check else ""
             yield f"{severity}: {count_text} ({check}; --json lists all){advice_text}"
 
 

@@ -75,9 +75,9 @@ def select_columns(
     return [column for column in filled if column in selected]
 
 
-def describe_omitted(all_columns: Sequence[Column], shown: Sequence[Column]) -> str:
+def describe_omitted(all_columns: Sequence[Column], shown_columns: Sequence[Column]) -> str:
     """Return a line that lists the columns omitted for lack of width, or else those for experts; "" if none."""
-    shown_headers = {column.header for column in shown}
+    shown_headers = {column.header for column in shown_columns}
     omitted = [
         column
         for column in select_columns(all_columns, None, wide=True)
@@ -110,8 +110,8 @@ def wrap_cells(columns: Sequence[Column], width: int) -> list[Column]:
         )
         for column in columns
     ]
-    excess = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width
-    for _ in range(excess):
+    excess_width = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width
+    for _ in range(excess_width):
         widest = max(
             range(len(widths)), key=lambda index: (widths[index] > min_widths[index], widths[index])
         )

@@ -106,13 +106,13 @@ class TokenizedPrompts:
         engine, _ = create_engine(loaded.model, scales=loaded.kv_scales)
         answers = []
         for prompt in self.ids:
-            chosen: list[int] = []
+            answer_ids: list[int] = []
             for token in generate_tokens(engine, prompt, self.new_tokens, Sampling()):
-                chosen.append(token)
+                answer_ids.append(token)
                 if token in self._end_tokens:
                     break
-            text = self._tokenizer.decode(chosen)
-            answers.append(Answer(tuple(chosen), text, chosen[-1] in self._end_tokens))
+            text = self._tokenizer.decode(answer_ids)
+            answers.append(Answer(tuple(answer_ids), text, answer_ids[-1] in self._end_tokens))
         return answers
 
 

@@ -169,11 +169,11 @@ def _measure_decoding(
     report_step(
         f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch)
     )
-    chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
+    next_tokens = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
 
     def step() -> None:
-        nonlocal chosen
-        chosen = engine.step(chosen).argmax(-1)
+        nonlocal next_tokens
+        next_tokens = engine.step(next_tokens).argmax(-1)
 
     step()  # warm-up, and on a GPU the capture of the graph
     steps = _time_repeatedly(step, device, NEW_TOKENS - 1, MIN_STEPS)

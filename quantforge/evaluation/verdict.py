@@ -86,9 +86,9 @@ def short_names(paths: Sequence[str]) -> list[str]:
     path_parts = [Path(path).absolute().parts[1:] for path in paths]
     different = len(set(path_parts))
     for count in range(1, max(map(len, path_parts), default=0) + 1):
-        short = ["/".join(part[-count:]) for part in path_parts]
-        if len(set(short)) == different:
-            return short
+        shortened = ["/".join(part[-count:]) for part in path_parts]
+        if len(set(shortened)) == different:
+            return shortened
     return list(paths)
 
 
@@ -284,14 +284,14 @@ def _after_reference(winner: Winner, rows: Sequence[Row]) -> str:
     """Return " after the reference" if the reference itself is better than the winner, else ""."""
     reference, best = rows[0], rows[winner.row]
     if winner.aspect == "size":
-        beaten = reference["weight_bytes"] < best["weight_bytes"]
-        beaten = beaten and not _same_bytes(reference, best)
+        is_reference_better = reference["weight_bytes"] < best["weight_bytes"]
+        is_reference_better = is_reference_better and not _same_bytes(reference, best)
     else:
         key = "decode_tokens_per_second"
-        beaten = (
+        is_reference_better = (
             winner.aspect == "speed"
             and (reference[key] or 0) > best[key]
             and not was_slowed_down(reference)
         )
-        beaten = beaten and not _same_speed(best, reference)
-    return " after the reference" if beaten else ""
+        is_reference_better = is_reference_better and not _same_speed(best, reference)
+    return " after the reference" if is_reference_better else ""

@@ -64,14 +64,18 @@ def _sparsify(
         if not names or shared.key not in statistics:
             continue
         weights = {targets[name].name: block.weight(name) for name in names}
-        seen = statistics[shared.key]
-        sparse_weights, events = sparsify(method, weights, seen, zeros, damping)
+        input_statistics = statistics[shared.key]
+        sparse_weights, events = sparsify(method, weights, input_statistics, zeros, damping)
         merge_records(record, {"events": [event.to_json() for event in events]})
         for name in names:
             key = targets[name].name
             merge_records(
                 record,
-                {"metrics": {key: sparsity_figures(weights[key], sparse_weights[key], seen)}},
+                {
+                    "metrics": {
+                        key: sparsity_figures(weights[key], sparse_weights[key], input_statistics)
+                    }
+                },
             )
             block.set_weight(name, sparse_weights[key])
     return record

@@ -71,12 +71,12 @@ def observe(
     )
     trim()
     for item in observations:
-        seen = {
+        selected = {
             key: statistics[key].select(item.before_transforms)
             for key in item.inputs
             if key in statistics
         }
-        item.statistics.update(seen)
+        item.statistics.update(selected)
     return observations
 
 
@@ -202,9 +202,9 @@ class BlockRounder:
                     f"block {block.index}: rounding {', '.join(linears)}", share=finished_share
                 )
                 weights = {quantized[name].name: block.weight(name) for name in linears}
-                seen = statistics.get(shared.key, Statistics())
-                rounded = self.rounding.round(weights, seen)
-                merge_records(record, self.rounding.write(rounded, weights, seen))
+                input_statistics = statistics.get(shared.key, Statistics())
+                rounded = self.rounding.round(weights, input_statistics)
+                merge_records(record, self.rounding.write(rounded, weights, input_statistics))
                 trim()
         statistics.clear()
         self._write_unquantized(block)
@@ -229,16 +229,16 @@ class BlockRounder:
 
     def _write_unquantized(self, block: DecoderBlock) -> None:
         """Write the unquantized tensors of a block, from the source or as modified by a transform."""
-        for local, tensor in self.tensors.unquantized(block).items():
+        for local_name, tensor in self.tensors.unquantized(block).items():
             if tensor.expert >= 0:
                 continue
-            if block.is_outside_module(local) or not self.has_transforms:
+            if block.is_outside_module(local_name) or not self.has_transforms:
                 self.rounding.copy(tensor)
                 continue
-            value = block.parameter(local).to(torch_dtype(tensor.dtype))
+            value = block.parameter(local_name).to(torch_dtype(tensor.dtype))
             check_finite(tensor.name, value)
             self.rounding.output.write_unquantized(tensor, value)
-            block.set_parameter(local, value.float())
+            block.set_parameter(local_name, value.float())
 
     # Transforms and guides
 

@@ -118,15 +118,19 @@ class ExpertRounder:
             name: plan for name, plan in self._targets.items() if plan.expert == number
         }
         inputs = [shared for shared in block.inputs if shared.expert == number]
-        before = self._statistics_before.compute(number, add=self._accumulate_outputs)
+        statistics_before = self._statistics_before.compute(number, add=self._accumulate_outputs)
         statistics = {
-            shared.key: before[block.stack_parameter_of(shared.key)] for shared in inputs if before
+            shared.key: statistics_before[block.stack_parameter_of(shared.key)]
+            for shared in inputs
+            if statistics_before
         }
         record, statistics = apply_transforms(rounding.planned, block, statistics, expert_linears)
         if self._statistics_after is not None and expert_linears:
-            after = self._statistics_after.compute(number, add=False)
-            for key, seen in statistics.items():
-                statistics[key] = seen.with_ranges_of(after[block.stack_parameter_of(key)])
+            statistics_after = self._statistics_after.compute(number, add=False)
+            for key, input_statistics in statistics.items():
+                statistics[key] = input_statistics.with_ranges_of(
+                    statistics_after[block.stack_parameter_of(key)]
+                )
         quantized = {name: plan for name, plan in expert_linears.items() if plan.scheme}
         rounded: Record = {}
         if self._guided_rounding is not None and self._hessians is not None:
@@ -141,15 +145,15 @@ class ExpertRounder:
                     if name in quantized
                 }
                 if weights:
-                    seen = statistics[shared.key]
-                    results = rounding.round(weights, seen)
-                    merge_records(rounded, rounding.write(results, weights, seen))
+                    input_statistics = statistics[shared.key]
+                    results = rounding.round(weights, input_statistics)
+                    merge_records(rounded, rounding.write(results, weights, input_statistics))
         for values in rounded.get("metrics", {}).values():
             values["calibration_tokens"] = float(count)
         merge_records(record, rounded)
-        for local, tensor in self._tensors.unquantized(block).items():
+        for local_name, tensor in self._tensors.unquantized(block).items():
             if tensor.expert == number:
-                rounding.output.write_unquantized(tensor, block.parameter(local))
+                rounding.output.write_unquantized(tensor, block.parameter(local_name))
         return record
 
 

@@ -147,8 +147,8 @@ class CandidateErrors:
         ]
         passing = block.experts is None
         for index, (shared, linears) in enumerate(inputs):
-            where = f"{block.name}: {', '.join(linears)}"
-            report_step(f"{where}: observing", share=0.5 * index / len(inputs))
+            step_name = f"{block.name}: {', '.join(linears)}"
+            report_step(f"{step_name}: observing", share=0.5 * index / len(inputs))
             token_weights = {
                 linear: self.token_weights(f"{block.name}.{linear}") for linear in linears
             }
@@ -163,7 +163,7 @@ class CandidateErrors:
                 advance=passing and index == len(inputs) - 1,
             )
             trim()
-            report_step(f"{where}: rounding", share=0.5 * (index + 0.5) / len(inputs))
+            report_step(f"{step_name}: rounding", share=0.5 * (index + 0.5) / len(inputs))
             errors_by_linear |= self._rounded(
                 block, plain_statistics, dict(zip(linears, guided_statistics, strict=True)), schemes
             )

@@ -85,16 +85,16 @@ def execute(runs: Sequence[Run]) -> None:
                 observations = observe(
                     block, [run.rounder for run in unfinished_runs], advance=advance
                 )
-                changed = False
+                is_changed = False
                 for run, observation in zip(unfinished_runs, observations, strict=True):
-                    if changed:
+                    if is_changed:
                         block.reload_source_weights()
                     with run.recorder.record_unit(name, start) as record:
                         rounded = run.rounder.round_block(
                             block, observation, run.recorder.process_expert, advance=advance
                         )
                         record.update(rounded)
-                    start, changed = time.monotonic(), run.rounder.has_transforms
+                    start, is_changed = time.monotonic(), run.rounder.has_transforms
                 if advance and not block.advanced:  # a block that was already done
                     block.advance()
                 if tuning_stream is not None:

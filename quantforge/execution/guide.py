@@ -106,9 +106,9 @@ def compute_token_weights(
     options = inputs.planned.recipe.calibration
     total = len(sample.ids) * len([*weights.linears])
 
-    def visit(seen: OutputGradients) -> None:
-        report_step(f"gradients of {seen.name}", share=weights.count / total)
-        weights(seen)
+    def visit(output_gradients: OutputGradients) -> None:
+        report_step(f"gradients of {output_gradients.name}", share=weights.count / total)
+        weights(output_gradients)
 
     backward(
         inputs.checkpoint, inputs.planned.model_layout, sample, visit, seed=options.seed,
@@ -260,11 +260,11 @@ class GuidedRounding:
     ) -> Iterator[RowStrip]:
         """Yield the strips of rows that are each rounded under a Hessian of their own, in the order of computation."""
         for shared in inputs:
-            chosen = [name for name in shared.linears if name in targets]
-            joint = tuple(name for name in chosen if _scheme(targets[name]).is_joint)
+            targeted = [name for name in shared.linears if name in targets]
+            joint = tuple(name for name in targeted if _scheme(targets[name]).is_joint)
             if joint:
                 yield RowStrip(shared.key, joint)
-            for name in chosen:
+            for name in targeted:
                 if name not in joint:
                     count = 1 if _scheme(targets[name]).rows_share_parameters else self._strips
                     yield from (
@@ -291,9 +291,9 @@ class GuidedRounding:
             weights = torch.stack([*means]).sum(0)
         if bool(weights.any()):
             return clip_largest(weights)
-        where = ", ".join(targets[name].name for name in strip.linears)
+        tensor_names = ", ".join(targets[name].name for name in strip.linears)
         detail = f"strip {strip.index + 1} of {strip.count}: no gradient reaches these rows"
-        merge_records(record, {"events": [Event("no-gradient", where, detail).to_json()]})
+        merge_records(record, {"events": [Event("no-gradient", tensor_names, detail).to_json()]})
         return None
 
     def _rounded(

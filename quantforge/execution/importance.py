@@ -65,10 +65,12 @@ def observe_importance(
     ) as stream:  # fmt: skip
         for block in stream:
             report_step(f"block {block.index}: observing", block.index, model_layout.blocks)
-            seen = block.observe({shared.key: _SQUARES for shared in block.inputs}, advance=True)
+            block_statistics = block.observe(
+                {shared.key: _SQUARES for shared in block.inputs}, advance=True
+            )
             for shared in block.inputs:
                 for linear in shared.linears:
-                    add(block.stored_name(f"{linear}.weight"), seen[shared.key])
+                    add(block.stored_name(f"{linear}.weight"), block_statistics[shared.key])
             if not block.advanced:
                 block.advance()
         total = Accumulator(_SQUARES)
@@ -89,9 +91,9 @@ def read_unchanged_importance(planned: Planned, path: Path) -> dict[str, Tensor]
         InputError: as `read_importance`.
         IntegrityError: the file changed.
     """
-    before = manifest.sha256(path, None)
+    digest = manifest.sha256(path, None)
     importance = read_importance(path, planned)
-    if manifest.sha256(path, None) != before:
+    if manifest.sha256(path, None) != digest:
         raise changed_error(path)
     return importance
 

@@ -236,9 +236,11 @@ def _differences(recorded: Mapping[str, Any], current: Mapping[str, str]) -> lis
         if key == RECIPE_KEY:
             descriptions += recipe_differences(*values)
         else:
-            plain = not any(_SHA256.fullmatch(value) for value in values)
+            has_no_digest = not any(_SHA256.fullmatch(value) for value in values)
             descriptions.append(
-                difference_line(key, *(value or "none" for value in values)) if plain else key
+                difference_line(key, *(value or "none" for value in values))
+                if has_no_digest
+                else key
             )
     return descriptions
 

@@ -98,10 +98,10 @@ class MatrixRounder:
                 result.tensor, tensor, weights[name], statistics, inputs
             )
             self.pack_and_write(tensor, quantized)
-            counted, outlier_events = count_outliers(tensor, statistics)
+            outlier_metrics, outlier_events = count_outliers(tensor, statistics)
             events = [event.to_json() for event in (*result.events, *outlier_events)]
             merge_records(
-                record, {"events": events, "metrics": {name: {**result.figures, **counted}}}
+                record, {"events": events, "metrics": {name: {**result.figures, **outlier_metrics}}}
             )
         return record
 

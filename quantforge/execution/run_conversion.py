@@ -334,13 +334,13 @@ def _cast_fit(values: Tensor, dtype: str) -> Compatibility:
     """Return how exactly a type represents the values."""
     value = values.to(torch_dtype(dtype))
     round_tripped = value.to(values.dtype)
-    changed = int((round_tripped != values).sum())
-    if not changed:
+    num_changed = int((round_tripped != values).sum())
+    if not num_changed:
         return Compatibility(Verdict.EXACT)
     if not bool(value.isfinite().all()) and bool(values.isfinite().all()):
         largest = float(values.abs().max())
         reason = f"weights up to {largest:.4g} are outside of the range of {dtype}"
         return Compatibility(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
     error = float((round_tripped - values).double().norm() / values.double().norm())
-    reason = f"{changed} of {values.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
+    reason = f"{num_changed} of {values.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
     return Compatibility(Verdict.INEXACT, reason)

@@ -260,10 +260,16 @@ class TuningStep:
         """Return the stored tensors of a block that tuning changed, and record by how much."""
         changed: list[tuple[str, Tensor]] = []
         for linear, tensor in self._tensors.quantized_linears(block.decoder_block).items():
-            before = self._output.read(tensor)
+            stored_before = self._output.read(tensor)
             matrix = block.matrices[linear]
-            after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
-            changed += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
+            stored_after = self._output.storage.pack(
+                tensor, matrix.result().to(torch.device("cpu"))
+            )
+            changed += [
+                (name, v)
+                for name, v in stored_after.items()
+                if not torch.equal(v, stored_before[name])
+            ]
             factors = [
                 float(learned_scale.factor.abs().max()) for learned_scale in matrix.scales.values()
             ]

@@ -144,9 +144,9 @@ class Worker:
             while (claim := self._claims.claim(names)) is not None:
                 name = self._claims.names[claim.unit]
                 shared_states.block = blocks.index(name) if name in blocks else len(blocks)
-                before = blocks[: shared_states.block]
-                shared_states.on_missing = partial(self._wait_for_states, claim, before)
-                shared_states.is_complete = partial(self._all_finished, before[-1:])
+                earlier_units = blocks[: shared_states.block]
+                shared_states.on_missing = partial(self._wait_for_states, claim, earlier_units)
+                shared_states.is_complete = partial(self._all_finished, earlier_units[-1:])
                 with suppress(WaitAbortedError):
                     if name == HEAD:
                         self._process_unit(claim, partial(self._round_head, stream))
@@ -170,13 +170,13 @@ class Worker:
     def _all_finished(self, names: Collection[str]) -> bool:
         return self._claims.finished_directories().keys() >= {*names}
 
-    def _wait_for_states(self, claim: Claim, before: Sequence[str]) -> None:
+    def _wait_for_states(self, claim: Claim, earlier_units: Sequence[str]) -> None:
         """Sleep briefly while another rank computes the hidden states.
 
         Raises:
             WaitAbortedError: an earlier block has to be claimed first, or this claim was lost.
         """
-        if not claim.directory.is_dir() or self._claims.has_claimable(before):
+        if not claim.directory.is_dir() or self._claims.has_claimable(earlier_units):
             raise WaitAbortedError
         time.sleep(STATE_POLL_SECONDS)
 

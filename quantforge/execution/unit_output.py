@@ -43,11 +43,11 @@ class UnitOutput:
     @contextmanager
     def nested_unit(self) -> Iterator[None]:
         """Begin a unit nested in the current one; the outer unit continues when the context ends."""
-        before, self.sums = self.sums, {}
+        outer_sums, self.sums = self.sums, {}
         try:
             yield
         finally:
-            self.sums = before
+            self.sums = outer_sums
 
     def finish(self) -> dict[str, int]:
         """Flush the tensors of the unit to disk; return their checksums."""

@@ -150,8 +150,8 @@ def check_shareable(
             (plan.guided_hessians, f"{alone}; or {off_option('--guided-hessians')}"),
         "--prune-experts is calibrated here, in one process": (prunes_experts, alone),
     }  # fmt: skip
-    for reason, (holds, hint) in reasons.items():
-        if holds:
+    for reason, (applies, hint) in reasons.items():
+        if applies:
             raise UsageError(f"a run that processes share (--join, torchrun): {reason}", hint)
     check_new_output(overwrite=overwrite)
 

@@ -62,8 +62,8 @@ class Checksums:
                 return False
             if chunk + 2 < len(self._states) and self._chunk_bytes >= _PREFETCH_CHUNK_BYTES:
                 self._prefetch_next(descriptor, chunk)
-            skipped = max(start - chunk_start, 0)
-            target[:] = data[skipped : skipped + len(target)]
+            num_skipped = max(start - chunk_start, 0)
+            target[:] = data[num_skipped : num_skipped + len(target)]
         return True
 
     def _read_cached(self, descriptor: int, chunk: int) -> memoryview:

@@ -104,8 +104,8 @@ def with_computed_tensors(
         declared: see `Checkpoint.derived_declarations`.
     """
     fields_of_inner = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
-    remaining = {name: entry for name, entry in inner.entries.items() if name not in removed}
-    fields_of_inner["entries"] = dict(sorted({**remaining, **(new_entries or {})}.items()))
+    unchanged = {name: entry for name, entry in inner.entries.items() if name not in removed}
+    fields_of_inner["entries"] = dict(sorted({**unchanged, **(new_entries or {})}.items()))
     if config is not None:
         fields_of_inner["config"] = config
     return ComputedCheckpoint(

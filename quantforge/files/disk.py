@@ -258,7 +258,7 @@ def denied_error(path: Path, reason: str, label: str = "") -> DeniedError:
 def no_space_error(path: Path, needed: int, reason: str, hint: str = "") -> ResourceError:
     """Return the error for a full disk with the bytes needed and free; ``hint`` replaces the advice to free space."""
     directory = path if path.is_dir() else path.parent
-    free = free_bytes(directory)
+    num_free = free_bytes(directory)
     # What is beside a result is removed when the run ends.
     runs = [
         ancestor.parent
@@ -266,10 +266,10 @@ def no_space_error(path: Path, needed: int, reason: str, hint: str = "") -> Reso
         if re.fullmatch(r"\..+\.qf", ancestor.name)
     ]
     directory = [directory, *runs][-1]
-    in_gigabytes = f" ({needed / 1e9:.3g} GB, {free / 1e9:.3g} GB)" if needed >= 1e8 else ""
+    in_gigabytes = f" ({needed / 1e9:.3g} GB, {num_free / 1e9:.3g} GB)" if needed >= 1e8 else ""
     free_hint = (
         f"free space in {directory} (or raise its quota or `ulimit -f`), then run the command again"
     )
     return ResourceError.at(
-        path, f"{reason}; {needed} bytes needed, {free} free{in_gigabytes}", hint or free_hint
+        path, f"{reason}; {needed} bytes needed, {num_free} free{in_gigabytes}", hint or free_hint
     )

@@ -74,8 +74,8 @@ def resolve_model(model: str, offline: bool = False, cache_dir: Path | None = No
 
 def _download_hint(name: str) -> str:
     """Return the command that downloads a model to a local directory."""
-    local = name.partition("/")[2]
-    return f"where there is a network, type: hf download {name} --local-dir {local}, and give ./{local}"
+    local_name = name.partition("/")[2]
+    return f"where there is a network, type: hf download {name} --local-dir {local_name}, and give ./{local_name}"
 
 
 _MODEL_HINT = "give a directory, or org/name[@revision] of the hub"
@@ -127,8 +127,8 @@ def is_hub_name(text: str) -> bool:
 
 def repository_name(text: str) -> str:
     """Convert a name to one that the hub accepts for a repository: without ``+``, ``--`` and ``..``."""
-    plain = re.sub(r"([-.])\1+", r"\1", re.sub(r"[^\w.-]", "-", text, flags=re.ASCII))
-    return plain[:_MAX_REPOSITORY_NAME].strip("-.") or "model"
+    safe_text = re.sub(r"([-.])\1+", r"\1", re.sub(r"[^\w.-]", "-", text, flags=re.ASCII))
+    return safe_text[:_MAX_REPOSITORY_NAME].strip("-.") or "model"
 
 
 def source_name(path: Path) -> tuple[str, str]:

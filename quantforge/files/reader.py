@@ -341,11 +341,11 @@ def _no_weights_error(root: Path, names: list[str]) -> InputError:
 
 def _weights_error(path: Path, *problems: str) -> InputError:
     num_hidden = len(problems) - MAX_SHOWN_PROBLEMS
-    shown = "; ".join(problems[:MAX_SHOWN_PROBLEMS]) + (
+    problem_text = "; ".join(problems[:MAX_SHOWN_PROBLEMS]) + (
         f"; and {num_hidden} more" if num_hidden > 0 else ""
     )
     return InputError(
-        f"{shown}",
+        f"{problem_text}",
         "fetch the model again, or remove files that are not part of it",
         file=str(path),
         subject=str(path),

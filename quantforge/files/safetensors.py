@@ -194,10 +194,10 @@ def _check_names(path: Path, names: Iterable[str]) -> None:
     for name in names:
         size = len(name.encode())
         if not 0 < size <= MAX_NAME_BYTES or not name.isprintable():
-            shown = repr(name[:80]) + (f" ({size} bytes)" if size > 80 else "")
+            shown_name = repr(name[:80]) + (f" ({size} bytes)" if size > 80 else "")
             raise _header_error(
                 path,
-                f"tensor name {shown}: expected 1 to {MAX_NAME_BYTES} bytes, all printable",
+                f"tensor name {shown_name}: expected 1 to {MAX_NAME_BYTES} bytes, all printable",
             )
         if not name.isascii():
             other = normalized.setdefault(unicodedata.normalize("NFC", name), name)
@@ -222,7 +222,7 @@ def _parse_entry(
         raise refuse(f"the shape is not a list of at most {MAX_RANK} sizes")
     size = math.prod(shape)
     # Sizes of 0 count as 1: [0, 2^62, 2^62] holds nothing, but no library can compute its strides.
-    if (size or math.prod(max(side, 1) for side in shape)) * DTYPE_BITS[dtype] // 8 > MAX_BYTES:
+    if (size or math.prod(max(length, 1) for length in shape)) * DTYPE_BITS[dtype] // 8 > MAX_BYTES:
         raise refuse(f"the shape {shape[:8]} overflows")
     if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse("data_offsets is not [start, end]")

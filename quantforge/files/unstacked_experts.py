@@ -146,12 +146,12 @@ def _derived_matrices(declarations: DerivedDeclarations) -> Iterator[_ExpertMatr
             transposed = stack_slice.stack.transposed is not (
                 stack in declarations.transposed_stacks
             )
-            stored_place = replace(
+            stored_slice = replace(
                 stack_slice, stack=replace(stack_slice.stack, transposed=transposed)
             )
             name = f"{linear}.weight"
             yield _ExpertMatrix(
-                stack, f"{block_match[1]}.{block_match[2]}.{name}", stored_place, block + name
+                stack, f"{block_match[1]}.{block_match[2]}.{name}", stored_slice, block + name
             )
 
 

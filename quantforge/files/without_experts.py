@@ -57,15 +57,15 @@ class ExpertPruning:
     def choose_experts(self, saliency: Mapping[int, list[float]]) -> RemovedExperts:
         """Return the experts with the least saliency of each group, by layer; among equal ones the later."""
         size = self.num_experts // self.num_groups
-        chosen: dict[int, tuple[int, ...]] = {}
+        removed_by_layer: dict[int, tuple[int, ...]] = {}
         for layer in self.layers:
             least_salient: list[int] = []
             for first in range(0, self.num_experts, size):
                 group = range(first, first + size)
                 order = sorted(group, key=lambda number: (saliency[layer][number], -number))
                 least_salient += order[: self.removed_per_group]
-            chosen[layer] = tuple(sorted(least_salient))
-        return chosen
+            removed_by_layer[layer] = tuple(sorted(least_salient))
+        return removed_by_layer
 
     def placeholder(self) -> RemovedExperts:
         """Return the last experts of each group, to plan with before the saliency is known."""

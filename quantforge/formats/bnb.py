@@ -239,7 +239,7 @@ def packed_tensors(
         )
     blocks = shape[0] * scheme.groups(shape[1])
     double = scheme.scale is ScaleType.DOUBLE
-    nested = (
+    nested_tensors = (
         StoredTensor(f"{weight}.nested_absmax", "F32", (-(-blocks // DOUBLE_QUANT_GROUP),)),
         StoredTensor(f"{weight}.nested_quant_map", "F32", (256,)),
     )
@@ -247,7 +247,7 @@ def packed_tensors(
         StoredTensor(weight, "U8", (shape[0] * shape[1] // 2, 1)),
         StoredTensor(f"{weight}.absmax", "U8" if double else "F32", (blocks,)),
         StoredTensor(f"{weight}.quant_map", "F32", (16,)),
-        *(nested if double else ()),
+        *(nested_tensors if double else ()),
         StoredTensor(
             module + STATE_SUFFIX + scheme.grid, "U8", (len(_state_json(scheme, shape, 0.0)),)
         ),
@@ -310,7 +310,7 @@ def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     scales = tensor.parameters["scales"].flatten()
     ranges = scales * 127
     # The absolute maximum of half-precision weights, where it is one that gives the same scale.
-    short = ranges.bfloat16().float()
+    bfloat16_ranges = ranges.bfloat16().float()
     tensors = {
         f"{module}.{key}": tensor.parameters[key]
         for key in OUTLIER_PARAMS
@@ -318,7 +318,7 @@ def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     }
     return tensors | {
         f"{module}.weight": tensor.codes,
-        f"{module}.SCB": torch.where(short / 127 == scales, short, ranges),
+        f"{module}.SCB": torch.where(bfloat16_ranges / 127 == scales, bfloat16_ranges, ranges),
         f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
     }
 
@@ -407,8 +407,8 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
                 f"blocks of {DOUBLE_QUANT_GROUP} and an offset that is a number are read",
                 tensor=name,
             )
-        nested = tensors[f"{weight}.nested_absmax"].view(1, -1)
-        parameters["nested"] = require_finite(f"{weight}.nested_absmax", nested)
+        nested_absmax = tensors[f"{weight}.nested_absmax"].view(1, -1)
+        parameters["nested"] = require_finite(f"{weight}.nested_absmax", nested_absmax)
         parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
         require_finite(name, parameters["offset"], "nested_offset")
         require_finite(

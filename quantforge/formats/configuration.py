@@ -109,15 +109,19 @@ def linear_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | No
     architecture = architecture_of(config) or architecture_of(decoder_config)
     if architecture is None:
         return None
-    local = name_within_block(module)
+    local_name = name_within_block(module)
     dimensions = architecture.dimensions(decoder_config)
-    index = int(module.removesuffix(f".{local}").rpartition(".")[2]) if local else dimensions.layers
+    index = (
+        int(module.removesuffix(f".{local_name}").rpartition(".")[2])
+        if local_name
+        else dimensions.layers
+    )
     if index >= dimensions.layers:
         return None
     kind = architecture.layer_kinds(decoder_config, dimensions)[index]
     for item in kind.parameters:
         weight = (item.stored or item.name).removesuffix(".weight")
-        if weight == local and item.name.removesuffix(".weight") in kind.linears:
+        if weight == local_name and item.name.removesuffix(".weight") in kind.linears:
             first, second = dimensions.shape(item.shape)
             return (second, first) if architecture.transposed else (first, second)
     return None
@@ -214,8 +218,11 @@ def skip_list_with_stacked_experts(
     names = [
         name
         for mixture in stacks
-        for local in (mixture, *(f"{mixture}.0.{projection}" for projection in _EXPERT_PROJECTIONS))
-        for name in name_variants(local, config)
+        for local_name in (
+            mixture,
+            *(f"{mixture}.0.{projection}" for projection in _EXPERT_PROJECTIONS),
+        )
+        for name in name_variants(local_name, config)
     ]
     return sorted({*skip_list(plan, config, quantized), *names})
 
@@ -283,10 +290,10 @@ def config_json(
     if not is_hub_name(str(document.get(NAME_OR_PATH_KEY, ""))):
         document.pop(NAME_OR_PATH_KEY, None)  # a path of whoever saved the source
     document |= {"dtype": dtype, "torch_dtype": dtype}
-    nested = document.get("text_config")
-    if isinstance(nested, Mapping):
-        dtype_keys = {key: dtype for key in ("dtype", "torch_dtype") if key in nested}
-        document["text_config"] = {**nested, **dtype_keys}
+    nested_config = document.get("text_config")
+    if isinstance(nested_config, Mapping):
+        dtype_keys = {key: dtype for key in ("dtype", "torch_dtype") if key in nested_config}
+        document["text_config"] = {**nested_config, **dtype_keys}
     if quantization is not None:
         document["quantization_config"] = dict(quantization)
     return json_bytes(document)

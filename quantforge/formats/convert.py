@@ -306,10 +306,10 @@ def _convert_scales(
             f"a {nouns[0]} of {scales[out_of_range][0].item():.3g} is outside of the range of {target.scale}",
             "export to a format that stores wider scales (compressed-tensors holds f32)",
         )
-    changed = int((converted.double() != scales.double()).sum())
+    num_changed = int((converted.double() != scales.double()).sum())
     reason = (
-        f"{changed} of {scales.numel()} {nouns[1]} are not {target.scale} numbers"
-        if changed
+        f"{num_changed} of {scales.numel()} {nouns[1]} are not {target.scale} numbers"
+        if num_changed
         else ""
     )
     return converted, reason

@@ -122,9 +122,13 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
     declared = [{item.stored or item.name for item in kind.parameters} for kind in kinds]
     added = set()
     for name in biases:
-        local = name_within_block(name)
-        block = int(name.removesuffix(f".{local}").rpartition(".")[2]) if local else len(declared)
-        if block >= len(declared) or local in declared[block]:
+        local_name = name_within_block(name)
+        block = (
+            int(name.removesuffix(f".{local_name}").rpartition(".")[2])
+            if local_name
+            else len(declared)
+        )
+        if block >= len(declared) or local_name in declared[block]:
             continue
         if bool(checkpoint.read(name).any()):
             return frozenset()  # trained biases: `match` refuses the model and names them
@@ -184,12 +188,12 @@ def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
         str(declarations.get("quant_method")) if isinstance(declarations, Mapping) else "None"
         for declarations in unused.values()
     }
-    named = sorted(methods - {"None"})
-    shown = f" ({', '.join(named)})" if named else ""
+    method_names = sorted(methods - {"None"})
+    suffix = f" ({', '.join(method_names)})" if method_names else ""
     return replace(
         checkpoint,
         config=config,
-        declaration_note=f"{', '.join(unused)}{shown} in {CONFIG_FILE} is left over and not read: no tensor is packed",
+        declaration_note=f"{', '.join(unused)}{suffix} in {CONFIG_FILE} is left over and not read: no tensor is packed",
     )
 
 
@@ -347,12 +351,15 @@ def _gptq_answers(config: Mapping[str, Any], module: str, head: str) -> set[bool
         if config_pattern_matches(pattern.removeprefix("+:").removeprefix("-:"), module):
             answers.add(not pattern.startswith("-:"))
             break
-    inside = config.get("modules_in_block_to_quantize") or []
-    if not isinstance(inside, list):
+    listed_modules = config.get("modules_in_block_to_quantize") or []
+    if not isinstance(listed_modules, list):
         raise InputError(
-            f"modules_in_block_to_quantize = {str(inside)[:60]} is no list", subject="config.json"
+            f"modules_in_block_to_quantize = {str(listed_modules)[:60]} is no list",
+            subject="config.json",
         )
-    names = [name for group in inside for name in (group if isinstance(group, list) else [group])]
+    names = [
+        name for group in listed_modules for name in (group if isinstance(group, list) else [group])
+    ]
     if names:
         answers.add(module in names or name_within_block(module) in names)
     return answers or {True}

@@ -204,16 +204,16 @@ def quantized_weight_readers(
     checkpoint: Checkpoint,
 ) -> dict[str, tuple[QuantizedWeightReader, tuple[int, int]]]:
     """Return readers and shapes of the quantized weights by name; errors as ``find_layouts``, `match_headers`."""
-    form = detect_format(checkpoint.config)
+    file_format = detect_format(checkpoint.config)
     headers = checkpoint.stored_tensors()
     architecture = architecture_of(checkpoint.config)
     transposed_linears = architecture.linears if architecture and architecture.transposed else ()
-    readers, layouts = {}, form.find_layouts(checkpoint.config, headers)
+    readers, layouts = {}, file_format.find_layouts(checkpoint.config, headers)
     match_headers(checkpoint, {layout.module: layout for layout in layouts}, headers)
     for layout in layouts:
         flip = any(layout.module.endswith(f".{linear}") for linear in transposed_linears)
         shape = layout.shape[::-1] if flip else layout.shape
-        readers[f"{layout.module}.weight"] = QuantizedWeightReader(form, layout, flip), shape
+        readers[f"{layout.module}.weight"] = QuantizedWeightReader(file_format, layout, flip), shape
     return readers
 
 

@@ -253,7 +253,7 @@ def _read_layout(
     require_headers(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
     size = tensors[names[1]].shape
     expected_size = layer.weight.parameter_shape(shape)
-    has_one_scale = all(side == 1 for side in size)
+    has_one_scale = all(length == 1 for length in size)
     if size != expected_size and has_one_scale and tile and "weight_block_size" not in config:
         raise InputError(
             f"{names[1]}: one scale, but config.json has no weight_block_size, which means tiles of "

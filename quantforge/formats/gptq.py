@@ -168,8 +168,10 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Co
     }
     widths = {scheme.bits: module for module, (scheme, _) in schemes.items()}
     if len(widths) > 1:
-        shown = " and ".join(f"{bits} ({module})" for bits, module in sorted(widths.items()))
-        reason = f"one width for the whole model, not {shown} bits (transformers reads no other)"
+        width_text = " and ".join(f"{bits} ({module})" for bits, module in sorted(widths.items()))
+        reason = (
+            f"one width for the whole model, not {width_text} bits (transformers reads no other)"
+        )
         return Compatibility(
             Verdict.IMPOSSIBLE, reason, "--format compressed-tensors, which mixes schemes"
         )
@@ -302,15 +304,17 @@ def _skip_rules(
     because readers only ask whether a module's name ends with (optimum) or contains (vLLM) an
     entry.
     """
-    skipped = [name for name in unquantized_linears(plan) if name_within_block(name)]
+    skipped_linears = [name for name in unquantized_linears(plan) if name_within_block(name)]
     skipped_experts = unquantized_expert_modules(plan, config, modules)
-    if not skipped and not skipped_experts:
+    if not skipped_linears and not skipped_experts:
         return {}
     relative = list(dict.fromkeys(map(name_within_block, modules)))
-    mixed = any(name_within_block(name) in relative for name in skipped)
+    mixed = any(name_within_block(name) in relative for name in skipped_linears)
     return {
         # The model's own name may have a prefix that the checkpoint's has not (gpt2).
-        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*skipped, *skipped_experts)},
+        "dynamic": {
+            rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*skipped_linears, *skipped_experts)
+        },
         "modules_in_block_to_quantize": [list(modules) if mixed else relative],
     }
 

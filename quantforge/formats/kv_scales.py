@@ -131,8 +131,8 @@ def _kv_heads_and_layers(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _check_shape(tensor: StoredTensor, kind: str, heads: int) -> None:
     size = 1
-    for side in tensor.shape:
-        size *= side
+    for length in tensor.shape:
+        size *= length
     if tensor.dtype not in _FLOAT_DTYPES or size != (1 if kind == TENSOR else heads):
         raise InputError(
             f"{tensor.name}: {tensor.dtype} {list(tensor.shape)}, kv_cache_scheme asks for "

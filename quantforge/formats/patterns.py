@@ -62,18 +62,23 @@ def matches_pattern(pattern: str, name: str, *, full_match: bool) -> bool:
     """
     import regex
 
-    shown = repr(pattern if len(pattern) <= 100 else f"{pattern[:100]}...")
+    shown_pattern = repr(pattern if len(pattern) <= 100 else f"{pattern[:100]}...")
     if len(pattern) > MAX_PATTERN_LENGTH:
-        raise InputError(f"{shown}: {len(pattern)} characters", f"at most {MAX_PATTERN_LENGTH}")
+        raise InputError(
+            f"{shown_pattern}: {len(pattern)} characters", f"at most {MAX_PATTERN_LENGTH}"
+        )
     if _NESTED_REPETITION.search(pattern):
-        raise InputError(f"{shown}: a repetition inside a repetition", "write it without nesting")
+        raise InputError(
+            f"{shown_pattern}: a repetition inside a repetition", "write it without nesting"
+        )
     if any(
         int(count or 0) > MAX_REPEAT_COUNT
         for match in _REPEAT_COUNTS.findall(pattern)
         for count in match
     ):
         raise InputError(
-            f"{shown}: a repetition of a greater count", f"at most {MAX_REPEAT_COUNT}, or * or +"
+            f"{shown_pattern}: a repetition of a greater count",
+            f"at most {MAX_REPEAT_COUNT}, or * or +",
         )
     try:
         expression = _compile(pattern)
@@ -86,9 +91,11 @@ def matches_pattern(pattern: str, name: str, *, full_match: bool) -> bool:
         match, timed_out = None, True
     except (regex.error, OverflowError, RecursionError) as error:
         hint = "see Python's re; names of layers hold dots, which stand for any sign"
-        raise InputError(f"{shown} is no regular expression: {error}", hint) from error
+        raise InputError(f"{shown_pattern} is no regular expression: {error}", hint) from error
     if timed_out:
-        raise InputError(f"{shown}: takes too long for {name[:100]}", "use fewer repetitions")
+        raise InputError(
+            f"{shown_pattern}: takes too long for {name[:100]}", "use fewer repetitions"
+        )
     return match is not None
 
 

@@ -314,11 +314,11 @@ def split_ragged_tiles(
     if not isinstance(tile, Tile) or not columns % tile.columns:
         return scheme, dict(parameters)
     size = math.gcd(tile.columns, columns)
-    spread = {
+    repeated_parameters = {
         key: value.repeat_interleave(tile.columns // size, 1)[:, : columns // size].contiguous()
         for key, value in parameters.items()
     }
-    return replace(scheme, granularity=Tile(tile.rows, size)), spread
+    return replace(scheme, granularity=Tile(tile.rows, size)), repeated_parameters
 
 
 def _refuse_zero_scales(tensor: QuantizedTensor, name: str) -> None:

@@ -118,7 +118,7 @@ def check_single_group_size(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Comp
         modules.setdefault(config_group_size(scheme), []).append(module)
     if len(modules) < 2:
         return None
-    shown = " and ".join(
+    size_text = " and ".join(
         f"{size if size > 0 else 'one per row'} ({summarize_names(names)})"
         for size, names in sorted(modules.items())
     )
@@ -127,7 +127,7 @@ def check_single_group_size(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Comp
     scheme_text = f"{scheme.grid}:{f'g{size}' if size else 'row'}:{scheme.zero.value}"
     hint = f"quantize all layers with one (--scheme {scheme_text}), or --format compressed-tensors, which mixes them"
     return Compatibility(
-        Verdict.IMPOSSIBLE, f"one group size for the whole model, not {shown}", hint
+        Verdict.IMPOSSIBLE, f"one group size for the whole model, not {size_text}", hint
     )
 
 

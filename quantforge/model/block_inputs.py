@@ -148,7 +148,7 @@ class ReplayedInputs:
 
     def call_for(self, start: int, states: Tensor) -> BlockCall:
         """Run the model up to the current block and return the arguments it receives."""
-        reached: list[BlockCall] = []
+        reached_calls: list[BlockCall] = []
         earlier = self._earlier_outputs(start, len(states), states.device)
 
         def override(index: int, at_block: Tensor, call: Call) -> Any:
@@ -160,11 +160,11 @@ class ReplayedInputs:
                 for name, content in earlier.mapping_writes.items():
                     decoder_calls[name].update(content)
                 mappings_before = {name: dict(value) for name, value in decoder_calls.items()}
-                reached.append(BlockCall(start, len(states), at_block, call, mappings_before))
+                reached_calls.append(BlockCall(start, len(states), at_block, call, mappings_before))
             return self._stand_in_output(index, at_block, start, states, earlier)
 
         self._run_with(override, self._run, start, len(states))
-        return reached[0]
+        return reached_calls[0]
 
     def record_output(self, call: BlockCall, returned: Any) -> None:
         """Record outputs other than the hidden states, and what the block wrote to mappings."""
@@ -247,29 +247,31 @@ class ReplayedInputs:
         generator = torch.Generator(ids.device).manual_seed(0)
         shape = (len(self._stand_ins), 1, ids.shape[1], self.layout.values_per_token)
         outputs = torch.randn(shape, generator=generator, device=ids.device)
-        plain = self._trace_arguments(outputs, ids)
+        plain_trace = self._trace_arguments(outputs, ids)
         for index in range(len(self._stand_ins) - 1):
-            changed = outputs.clone()
-            changed[index] = -outputs[index]
+            changed_outputs = outputs.clone()
+            changed_outputs[index] = -outputs[index]
             later = zip(
-                plain[index + 2 :], self._trace_arguments(changed, ids)[index + 2 :], strict=True
+                plain_trace[index + 2 :],
+                self._trace_arguments(changed_outputs, ids)[index + 2 :],
+                strict=True,
             )
             if not all(equal_trees(first, other) for first, other in later):
                 self.reread_states[index] = None
 
     def _trace_arguments(self, outputs: Tensor, ids: Tensor) -> list[Any]:
         """Run the model with given packed block outputs; return the arguments of every block and the final output."""
-        reached: list[Any] = []
+        traced: list[Any] = []
 
         def override(index: int, at_block: Tensor, call: Call) -> Any:
-            reached.append((at_block, tuple(call)))
+            traced.append((at_block, tuple(call)))
             return self._stand_ins[index].wrap_output(
                 self.layout.unpack(outputs[index]).to(at_block)
             )
 
         with self._overriding(override), self._set_row(0):
             final = self._run(ids)
-        return [*reached, final]
+        return [*traced, final]
 
 
 def equal_trees(first: Any, second: Any) -> bool:

@@ -46,11 +46,11 @@ def resolve_model_type(config: Mapping[str, Any]) -> tuple[str, Event | None]:
     declared_type = config.get("model_type")
     if isinstance(declared_type, str) and declared_type in CONFIG_MAPPING:
         return declared_type, None
-    named = config.get("architectures") if isinstance(declared_type, str) else ()
+    class_list = config.get("architectures") if isinstance(declared_type, str) else ()
     for table in (_TEXT_TABLE, *_MULTIMODAL_TABLES):
         for model_type, classes in getattr(modeling_auto, f"{table}_NAMES").items():
             class_names = {classes} if isinstance(classes, str) else set(classes)
-            if isinstance(named, list) and class_names & set(filter(_is_string, named)):
+            if isinstance(class_list, list) and class_names & set(filter(_is_string, class_list)):
                 return model_type, Event(
                     "unknown-model-type",
                     str(declared_type),
@@ -117,8 +117,10 @@ def _whole_model_class(
         if "text_config" in config
         else (_TEXT_TABLE, *_MULTIMODAL_TABLES)
     )
-    named = config.get("architectures")
-    found_class = _class_in_tables(tables, parsed, named if isinstance(named, list) else ())
+    class_list = config.get("architectures")
+    found_class = _class_in_tables(
+        tables, parsed, class_list if isinstance(class_list, list) else ()
+    )
     if found_class is None:
         raise InputError(
             f"transformers has no decoder for model_type {config.get('model_type')!r}",
@@ -148,12 +150,12 @@ def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _class_in_tables(
-    tables: tuple[str, ...], parsed: PreTrainedConfig, named: Any
+    tables: tuple[str, ...], parsed: PreTrainedConfig, class_list: Any
 ) -> type[PreTrainedModel] | None:
     """Return the class named by the configuration if the tables have it, else their first class for it."""
     classes = [kind for table in tables for kind in _classes_in_table(table, parsed)]
     return next(
-        (kind for kind in classes if kind.__name__ in named), classes[0] if classes else None
+        (kind for kind in classes if kind.__name__ in class_list), classes[0] if classes else None
     )
 
 

@@ -73,19 +73,23 @@ def block_list_name(model: PreTrainedModel) -> str:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     decoder = model.get_decoder()
-    lists = {
+    module_lists = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module)
     }
-    inside = {name: module for name, module in lists.items() if _is_inside(decoder, module)}
-    lists = inside or lists  # some classes call their output layer the decoder
+    lists_in_decoder = {
+        name: module for name, module in module_lists.items() if _is_inside(decoder, module)
+    }
+    module_lists = (
+        lists_in_decoder or module_lists
+    )  # some classes call their output layer the decoder
     marked = {
         name: len(module)
-        for name, module in lists.items()
+        for name, module in module_lists.items()
         if all(isinstance(item, GradientCheckpointingLayer) for item in module)
     }
-    lengths = marked or {name: len(module) for name, module in lists.items()}
+    lengths = marked or {name: len(module) for name, module in module_lists.items()}
     if not lengths:
         raise RefusedError("it has no list of decoder blocks", "--method rtn")
     longest: str = max(lengths, key=lambda name: lengths[name])

@@ -33,11 +33,11 @@ def fold_scale(block: DecoderBlock, shared: SharedInput, scale: Tensor) -> tuple
     scale_fold = _require_scale_fold(shared)
     _check_scale(block, shared, scale)
     channels = shrink_heads(block.dimensions, scale) if shared.heads else scale
-    changed = _divide_producer(block, scale_fold, channels)
+    changed_names = _divide_producer(block, scale_fold, channels)
     for linear in shared.readers:
         block.set_weight(linear, block.weight(linear) * scale)
-        changed.append(f"{linear}.weight")
-    return tuple(changed)
+        changed_names.append(f"{linear}.weight")
+    return tuple(changed_names)
 
 
 def nearest_exact_scale(block: DecoderBlock, shared: SharedInput, scale: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ def _check_scale(block: DecoderBlock, shared: SharedInput, scale: Tensor) -> Non
     if scale.shape != (width,) or not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(f"{block.name}.{shared.key}: {width} positive factors are needed")
     if shared.heads:
-        spread = expand_heads(block.dimensions, shrink_heads(block.dimensions, scale))
-        if not torch.equal(spread, scale):
+        expanded = expand_heads(block.dimensions, shrink_heads(block.dimensions, scale))
+        if not torch.equal(expanded, scale):
             raise ValueError(
                 f"{block.name}.{shared.key}: query heads of one value head need one factor"
             )

@@ -70,7 +70,7 @@ class _EmptyOnMeta(FunctionMode):
 
     def _is_expert_stack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         size = kwargs.get("size", args[0] if len(args) == 1 else args)
-        known = isinstance(size, Sequence) and all(type(side) is int for side in size)
+        known = isinstance(size, Sequence) and all(type(length) is int for length in size)
         return known and is_expert_stack(tuple(size), self._expert_counts)
 
 

@@ -255,9 +255,9 @@ def _quiet() -> Iterator[None]:
     from huggingface_hub import constants
     from transformers.utils import logging
 
-    before, level = constants.HF_HUB_OFFLINE, logging.get_verbosity()
+    offline_before, level = constants.HF_HUB_OFFLINE, logging.get_verbosity()
     with ExitStack() as stack:
-        stack.callback(setattr, constants, "HF_HUB_OFFLINE", before)
+        stack.callback(setattr, constants, "HF_HUB_OFFLINE", offline_before)
         stack.callback(logging.set_verbosity, level)
         stack.enter_context(redirect_stderr(io.StringIO()))
         stack.enter_context(redirect_stdout(io.StringIO()))

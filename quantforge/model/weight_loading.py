@@ -59,9 +59,9 @@ class ModuleWeights:
 
     def fill(self, model: nn.Module, name: str) -> None:
         """Load one tensor outside of the blocks, given its canonical name."""
-        module, _, leaf = name.rpartition(".")
+        module, _, parameter_name = name.rpartition(".")
         model.get_submodule(module).load_state_dict(
-            {leaf: self.read(name)}, assign=True, strict=False
+            {parameter_name: self.read(name)}, assign=True, strict=False
         )
 
     def fill_block(self, module: nn.Module, index: int) -> dict[str, StoredTensor]:

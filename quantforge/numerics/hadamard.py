@@ -44,16 +44,16 @@ class Rotation:
             value: float32, contiguous; overwritten.
             axis: axis with ``k * size`` channels.
         """
-        after = math.prod(value.shape[axis + 1 :])
+        trailing_size = math.prod(value.shape[axis + 1 :])
         width = max(TILE // self.size, 1)
-        if after == 1:
+        if trailing_size == 1:
             lines = value.view(-1, self.size)
             for first in range(0, len(lines), width):
                 tile = lines[first : first + width]
                 tile.copy_(self._rotated(tile))
             return
-        for run in value.view(-1, self.size, after):
-            for first in range(0, after, width):
+        for run in value.view(-1, self.size, trailing_size):
+            for first in range(0, trailing_size, width):
                 tile = run[:, first : first + width]
                 tile.copy_(self._rotated(tile.T).T)
 
@@ -148,5 +148,7 @@ def _paley(order: int) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _signs(size: int, seed: str) -> tuple[float, ...]:
-    drawn = shake_256(seed.encode()).digest(-(-size // 8))
-    return tuple(1.0 - 2.0 * (drawn[channel // 8] >> channel % 8 & 1) for channel in range(size))
+    random_bytes = shake_256(seed.encode()).digest(-(-size // 8))
+    return tuple(
+        1.0 - 2.0 * (random_bytes[channel // 8] >> channel % 8 & 1) for channel in range(size)
+    )

@@ -260,8 +260,8 @@ class _TiledLinears(FunctionMode):
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is functional.linear and len(args) > 1 and args[0].requires_grad:
             x, weight, bias = (*args, *kwargs.values(), None)[:3]
-            plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1
-            if plain and not any(
+            is_tileable = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1
+            if is_tileable and not any(
                 tensor is not None and tensor.requires_grad for tensor in (weight, bias)
             ):
                 return _FrozenLinear.apply(x, weight, bias, self._threads)  # type: ignore[no-untyped-call]

@@ -66,8 +66,8 @@ def processor_quota() -> float | None:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = Path("/sys/fs/cgroup") / ("cpu" if controllers else "")
-        inside = Path(cgroup_path.lstrip("/"))
-        limits = (_limit(root / folder) for folder in (inside, *inside.parents))
+        relative_path = Path(cgroup_path.lstrip("/"))
+        limits = (_limit(root / folder) for folder in (relative_path, *relative_path.parents))
         quotas += [limit for limit in limits if limit is not None]
     return min(quotas, default=None)
 

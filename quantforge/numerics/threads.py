@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread inside a ``with`` block."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def in_order(
@@ -107,7 +107,7 @@ class Team:
         The calling thread is one of them. Pools are reused by ``kind`` and size. After an error no further part is
         started, and the error of the first failed part is raised.
         """
-        workers, before = min(workers, len(items)), torch.get_num_threads()
+        workers, num_threads = min(workers, len(items)), torch.get_num_threads()
         pool = self._pools.get((kind, workers))
         if pool is None:
             pool = self._stack.enter_context(ThreadPoolExecutor(max(1, workers - 1)))
@@ -134,7 +134,7 @@ class Team:
         try:
             work_through()
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(num_threads)
             todo.clear()
             wait(futures)
         if errors:

@@ -125,7 +125,7 @@ class MixtureSearch:
         budget = size_budget(self.target, self.first_plan)
         if not min_bytes <= budget.linear_bytes <= max_bytes:
             too_small = budget.linear_bytes < min_bytes
-            side = "below the smallest" if too_small else "above the largest"
+            direction = "below the smallest" if too_small else "above the largest"
             names_of_candidates = (
                 f"{', '.join(self.candidate_plans)}{exclusion_note(self.excluded)}"
             )
@@ -138,7 +138,7 @@ class MixtureSearch:
                 else f"; {largest} for all of it fits without a size"
             )
             raise RefusedError(
-                f"{self.target.text}: it is {side} choice of the candidates {names_of_candidates}",
+                f"{self.target.text}: it is {direction} choice of the candidates {names_of_candidates}",
                 f"{budget.possible_range(min_bytes, max_bytes)}{detail}",
             )
         return budget.linear_bytes
@@ -236,10 +236,12 @@ class MixtureSearch:
             planned = self.plan_with(
                 base, *self._rules_for(base, mixture), notes_before=notes_before, measured=measured
             )
-            excess = planned.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
-            if excess <= 0:
+            excess_bytes = (
+                planned.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
+            )
+            if excess_bytes <= 0:
                 return mixture, planned
-            budget -= math.ceil(excess)
+            budget -= math.ceil(excess_bytes)
 
     def _group_options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
         """Return the options of each group, given the loss of each linear under each candidate."""
@@ -598,9 +600,9 @@ def solve_knapsack(groups: Sequence[Sequence[Option]], budget: int) -> Mixture:
         raise RefusedError(
             f"the smallest options take {smallest:,} bytes of {budget:,}", "a larger target"
         )
-    spread = sum(options[-1].nbytes for options in hulls) - smallest
-    step = max(1, -(-min(budget - smallest, spread) // KNAPSACK_STEPS))
-    width = min(budget - smallest, spread) // step + 1
+    byte_range = sum(options[-1].nbytes for options in hulls) - smallest
+    step = max(1, -(-min(budget - smallest, byte_range) // KNAPSACK_STEPS))
+    width = min(budget - smallest, byte_range) // step + 1
     best = np.zeros(width)
     picks = np.zeros((len(hulls), width), dtype=np.int8)
     for group, options in enumerate(hulls):
@@ -612,24 +614,24 @@ def solve_knapsack(groups: Sequence[Sequence[Option]], budget: int) -> Mixture:
         picks[group] = sums.argmin(0)
         best = sums.min(0)
     position = int(best.argmin())
-    chosen: list[Option] = []
+    chosen_options: list[Option] = []
     for options, row in zip(reversed(hulls), picks[::-1], strict=True):
         option = options[int(row[position])]
         position -= -(-(option.nbytes - options[0].nbytes) // step)
-        chosen.append(option)
-    return make_mixture(chosen[::-1])
+        chosen_options.append(option)
+    return make_mixture(chosen_options[::-1])
 
 
-def make_mixture(chosen: Sequence[Option]) -> Mixture:
+def make_mixture(chosen_options: Sequence[Option]) -> Mixture:
     """Return the mixture of some options, with the sum of their losses."""
-    return Mixture(math.fsum(option.nats for option in chosen), tuple(chosen))
+    return Mixture(math.fsum(option.nats for option in chosen_options), tuple(chosen_options))
 
 
 def pareto_mixtures(groups: Sequence[Sequence[Option]]) -> list[Mixture]:
     """Return the best mixtures from the smallest size to the largest, each with less loss than the one before."""
     min_bytes, max_bytes = (
-        sum(extreme(option.nbytes for option in options) for options in groups)
-        for extreme in (min, max)
+        sum(min_or_max(option.nbytes for option in options) for options in groups)
+        for min_or_max in (min, max)
     )
     mixtures: list[Mixture] = []
     for point in range(PARETO_POINTS):

@@ -57,9 +57,9 @@ def _names_with_sizes(sizes: Mapping[str, int]) -> str:
 def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     """Return the coverage of some tensor plans."""
     tensors = tuple(tensors)
-    inside = [tensor for tensor in tensors if _is_counted(tensor)]
-    total = sum(math.prod(tensor.shape) for tensor in inside)
-    quantized = sum(math.prod(t.shape) for t in inside if t.action is Action.QUANTIZE)
+    counted_tensors = [tensor for tensor in tensors if _is_counted(tensor)]
+    total = sum(math.prod(tensor.shape) for tensor in counted_tensors)
+    quantized = sum(math.prod(t.shape) for t in counted_tensors if t.action is Action.QUANTIZE)
     kept_bytes: dict[str, int] = {}
     towers: dict[str, int] = {}
     large_bytes = LARGE_SHARE * sum(tensor.output_bytes for tensor in tensors)
@@ -73,12 +73,12 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
             and tensor.output_bytes > large_bytes
         ):
             towers[tensor.name.removesuffix(".weight")] = tensor.output_bytes
-    for tensor in inside:
+    for tensor in counted_tensors:
         if tensor.action is Action.KEEP and not is_kept_by_user(tensor) and not tensor.sparse:
             name = tensor.name.replace(f".{tensor.block}.", ".*.", 1)
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
             kept_bytes[name] = kept_bytes.get(name, 0) + tensor.output_bytes
-    sparse = sum(math.prod(tensor.shape) for tensor in inside if tensor.sparse)
+    sparse = sum(math.prod(tensor.shape) for tensor in counted_tensors if tensor.sparse)
     quantized_share = quantized / total if total else 1.0
     return Coverage(
         quantized_share,

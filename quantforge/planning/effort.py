@@ -201,8 +201,8 @@ def apply_effort(recipe: Recipe, context: EffortContext) -> tuple[Recipe, tuple[
 def _with_key(recipe: Recipe, key: str, value: int) -> Recipe:
     """Return a recipe with a new value of a dotted key, such as ``gptq.refine``."""
     table, _, name = key.rpartition(".")
-    changed: Any = replace(getattr(recipe, table), **{name: value}) if table else value
-    return replace(recipe, **{table or name: changed})
+    new_value: Any = replace(getattr(recipe, table), **{name: value}) if table else value
+    return replace(recipe, **{table or name: new_value})
 
 
 def _setting_obstacle(key: str, value: int, recipe: Recipe, context: EffortContext) -> str:

@@ -36,9 +36,9 @@ def tied_rule(file_format: Format) -> str:
 
 def embedding_note(tensor: TensorPlan) -> str:
     """Return a note on a quantized embedding: sizes before and after, the rule, and how to keep it."""
-    before = StoredTensor(tensor.name, tensor.dtype, tensor.shape).nbytes
+    source_bytes = StoredTensor(tensor.name, tensor.dtype, tensor.shape).nbytes
     return (
-        f"{tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.output_bytes)} ({tensor.rule});"
+        f"{tensor.dtype}, {size(source_bytes)} -> {tensor.scheme}, {size(tensor.output_bytes)} ({tensor.rule});"
         " --embedding keep leaves it"
     )
 
@@ -53,7 +53,7 @@ def check_not_quantized(name: str, requested: str) -> None:
 
 
 def choose_embedding(
-    form: Format,
+    file_format: Format,
     recipe: Recipe,
     partial_plan: PartialPlan,
     nbytes: int,
@@ -63,7 +63,7 @@ def choose_embedding(
     """Choose the scheme of the embedding: the requested one, or 8 bits in a model of few bits.
 
     Args:
-        form: the format of the result.
+        file_format: the format of the result.
         recipe: the requested recipe.
         partial_plan: plan by that recipe.
         nbytes: bytes of its files.
@@ -84,7 +84,7 @@ def choose_embedding(
     few_bits = recipe.bits is not None and recipe.bits <= FEW_BITS
     alternative: tuple[str, str] | None = None
     for smaller_recipe, smaller_plan, saved_bytes in _smaller_recipes(
-        form, recipe, nbytes, plan_tensors
+        file_format, recipe, nbytes, plan_tensors
     ):
         scheme = smaller_recipe.embedding
         missing = loading_engines - {
@@ -112,26 +112,26 @@ def choose_embedding(
                 NoteKind.EMBEDDING,
             ),
         )
-    unties = model_layout.tied and not form.INFO.quantizes_tied_embedding
+    unties = model_layout.tied and not file_format.INFO.quantizes_tied_embedding
     tied_note = ": the head is tied to it, and would be stored on its own" if unties else ""
     return (
         recipe,
         partial_plan,
         Note(
-            f"{share_text}; no --embedding makes {form.KEY} files smaller{tied_note}",
+            f"{share_text}; no --embedding makes {file_format.KEY} files smaller{tied_note}",
             NoteKind.EMBEDDING,
         ),
     )
 
 
 def _smaller_recipes(
-    form: Format, recipe: Recipe, nbytes: int, plan_tensors: Callable[[Recipe], PartialPlan]
+    file_format: Format, recipe: Recipe, nbytes: int, plan_tensors: Callable[[Recipe], PartialPlan]
 ) -> Iterator[tuple[Recipe, PartialPlan, int]]:
     """Yield recipes with a scheme of the embedding that makes the result smaller, their plans and the bytes saved."""
     for bits in (0, 8, FEW_BITS):
         try:
             smaller_recipe = replace(
-                recipe, embedding=form.default_scheme(bits) if bits else _INT8_PER_ROW
+                recipe, embedding=file_format.default_scheme(bits) if bits else _INT8_PER_ROW
             )
             smaller_plan = plan_tensors(smaller_recipe)
         except QuantForgeError:  # the format cannot hold it

@@ -201,13 +201,15 @@ def plan_gguf_export(
 def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
     hyper_parameters = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
     written_tensors, sizes = _written_tensors(model_layout), hyper_parameters.dimensions
-    named = gguf_names(
+    names_by_tensor = gguf_names(
         hyper_parameters.family, sizes.layers, [tensor.name for tensor in written_tensors]
     )
     shape = mixture.ModelShape(
         sizes.layers, sizes.heads, sizes.kv_heads, hyper_parameters.experts, observed
     )
-    return _Contents(checkpoint, model_layout, written_tensors, named, hyper_parameters, shape)
+    return _Contents(
+        checkpoint, model_layout, written_tensors, names_by_tensor, hyper_parameters, shape
+    )
 
 
 def _plan_file(
@@ -223,7 +225,11 @@ def _plan_file(
         contents.model_layout,
         contents.parameters,
     )
-    written_tensors, named, family = contents.written, contents.named, contents.parameters.family
+    written_tensors, names_by_tensor, family = (
+        contents.written,
+        contents.named,
+        contents.parameters.family,
+    )
     chooser = SchemeChooser(
         _without_tied_head(recipe, model_layout, written_tensors),
         written_tensors,
@@ -231,7 +237,7 @@ def _plan_file(
         join_linears=False,
     )
     file_tensors = [
-        _file_tensor(item, named[item.name], chooser, family.squeezed_suffixes)
+        _file_tensor(item, names_by_tensor[item.name], chooser, family.squeezed_suffixes)
         for item in written_tensors
     ]
     types.check(file_tensors)
@@ -540,8 +546,8 @@ class SourceTypes(FileTypes):
         self._given = {
             module: ggml_type_of(LayerScheme(scheme), module) for module, scheme in schemes.items()
         }
-        counted = list(self._given.values())
-        self.label = max(sorted(set(counted)), key=counted.count)
+        given_types = list(self._given.values())
+        self.label = max(sorted(set(given_types)), key=given_types.count)
 
     def from_request(self, tensor: MatchedTensor, request: RequestedScheme) -> str:
         """Return the type requested for the embedding, or that of its codes if it is quantized already."""
@@ -640,12 +646,12 @@ def _tensor_plan(item: FileTensor, parameters: HyperParameters) -> TensorPlan:
     """Return the plan of a source tensor: its place in the tensor table, and how its rows are converted."""
     tensor, family_heads = item.tensor, _reordered_heads(item, parameters)
     shape = item.shape if item.named.expert < 0 else (parameters.experts, *item.shape)
-    pieces = 1 if item.named.expert < 0 else parameters.experts
-    outputs = GgufTensor(item.named.name, item.type, shape, pieces).outputs()
+    num_experts = 1 if item.named.expert < 0 else parameters.experts
+    outputs = GgufTensor(item.named.name, item.type, shape, num_experts).outputs()
     copies = [
         output
         for name in item.named.others
-        for output in GgufTensor(name, item.type, shape, pieces).outputs()
+        for output in GgufTensor(name, item.type, shape, num_experts).outputs()
     ]
     grid = item.type.lower()
     return TensorPlan(

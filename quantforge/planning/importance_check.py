@@ -83,12 +83,12 @@ def names_in_gguf(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> d
 
 
 def importance_sizes(
-    tensors: Collection[TensorPlan], named: Mapping[str, GgufName]
+    tensors: Collection[TensorPlan], gguf_name_of: Mapping[str, GgufName]
 ) -> dict[str, int]:
     """Return the number of importance values of each matrix, by GGUF name; those of experts are stacked."""
-    matrices = Counter(entry.name for entry in named.values())
+    matrices = Counter(entry.name for entry in gguf_name_of.values())
     return {
-        named[tensor.name].name: matrices[named[tensor.name].name] * tensor.matrix[1]
+        gguf_name_of[tensor.name].name: matrices[gguf_name_of[tensor.name].name] * tensor.matrix[1]
         for tensor in tensors
     }
 
@@ -113,14 +113,14 @@ def _refuse_other_model(
 
 
 def _refuse_missing_importance(
-    path: Path, missing: Sequence[TensorPlan], blocks: int, named: Mapping[str, GgufName]
+    path: Path, missing: Sequence[TensorPlan], blocks: int, gguf_name_of: Mapping[str, GgufName]
 ) -> None:
     """Refuse types that llama-quantize does not make without importance, if the file lacks it."""
     refused = [tensor for tensor in missing if _type_name(tensor).lower() in NEED_IMPORTANCE]
     if refused:
         raise RefusedError(
             f"--imatrix {path}: no importance for {len(refused)} of {blocks} matrices whose types need it"
-            f" ({', '.join(sorted({_type_name(tensor) for tensor in refused}))}): {_file_names(refused, named)}",
+            f" ({', '.join(sorted({_type_name(tensor) for tensor in refused}))}): {_file_names(refused, gguf_name_of)}",
             "an importance of this very model: without --imatrix the calibration text gives one",
             tensor=refused[0].name,
             file=str(path),
@@ -131,8 +131,8 @@ def _type_name(tensor: TensorPlan) -> str:
     return tensor.scheme.weight.grid.upper() if tensor.scheme else ""
 
 
-def _file_names(tensors: Sequence[TensorPlan], named: Mapping[str, GgufName]) -> str:
-    return _first_names(list(dict.fromkeys(named[tensor.name].name for tensor in tensors)))
+def _file_names(tensors: Sequence[TensorPlan], gguf_name_of: Mapping[str, GgufName]) -> str:
+    return _first_names(list(dict.fromkeys(gguf_name_of[tensor.name].name for tensor in tensors)))
 
 
 def _first_names(names: Sequence[str]) -> str:

@@ -67,11 +67,11 @@ def _strip_adapter_path(
     hint = adapter_hint(options) if options.sha256 else "check the path"
     if not path.is_dir():
         raise InputError(f"--adapter {path}: no such directory", hint)
-    opened = open_adapter(path)
-    if options.sha256 and options.sha256 != opened.digests:
+    adapter = open_adapter(path)
+    if options.sha256 and options.sha256 != adapter.digests:
         raise IntegrityError(f"--adapter {path}: not the adapter that the recipe states", hint)
     name = options.source if options.sha256 else path.resolve().name
-    return AdapterOptions(name, opened.digests), replace(settings, adapter=path)
+    return AdapterOptions(name, adapter.digests), replace(settings, adapter=path)
 
 
 def shared_adapter_path(options: Iterable[AdapterOptions]) -> Path | None:

@@ -235,8 +235,8 @@ class _ModulePlanner:
         ]
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
-        chosen = self.chooser.choose(tensor)
-        layer, header = chosen.scheme, tensor.header
+        choice = self.chooser.choose(tensor)
+        layer, header = choice.scheme, tensor.header
         outputs: tuple[StoredTensor, ...] = (header,)
         if layer is not None:
             first, second = header.shape
@@ -249,7 +249,7 @@ class _ModulePlanner:
             header.dtype,
             header.shape,
             Action.QUANTIZE if layer else Action.KEEP,
-            chosen.rule,
+            choice.rule,
             layer,
             outputs=outputs,
             block=tensor.block,

@@ -171,8 +171,8 @@ def _strip_type_suffix(stem: str) -> str:
 
 def _safe_filename(text: str) -> str:
     """Return a text as a safe file name: ``_`` for all but letters, digits and ``.+_-``, no leading dot or dash."""
-    plain = re.sub(r"[^\w.+-]", "_", text).lstrip(".-")
-    return plain.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
+    safe_text = re.sub(r"[^\w.+-]", "_", text).lstrip(".-")
+    return safe_text.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
 
 
 def _scheme_word(layer: LayerScheme, key: str, *, exported: bool) -> str:

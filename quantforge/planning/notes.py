@@ -100,17 +100,19 @@ def _draft_head_notes(model_layout: ModelLayout, partial_plan: PartialPlan) -> t
     heads = [tensor for tensor in partial_plan.tensors if tensor.name in names]
     if not heads:
         return ()
-    before = sum(tensor.header.nbytes for tensor in model_layout.draft_head_tensors)
-    after = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
+    source_bytes = sum(tensor.header.nbytes for tensor in model_layout.draft_head_tensors)
+    result_bytes = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
     rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
     outcome = (
-        f"{rounded} of them rounded plainly, {after:,} bytes in the result"
+        f"{rounded} of them rounded plainly, {result_bytes:,} bytes in the result"
         if rounded
         else "kept as they are"
     )
     if all(tensor.action is Action.DROP for tensor in heads):
         outcome = "the format has no place for them"
-    return (f"{len(heads)} tensors of {before:,} bytes predict further tokens: {outcome} (--mtp)",)
+    return (
+        f"{len(heads)} tensors of {source_bytes:,} bytes predict further tokens: {outcome} (--mtp)",
+    )
 
 
 def _sparsity_notes(sparsity: str | None) -> tuple[str, ...]:
@@ -152,8 +154,13 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _code_keys(config: Mapping[str, Any]) -> set[str]:
-    nested = [value for value in config.values() if isinstance(value, Mapping)]
-    return {key for config_part in (config, *nested) for key in CODE_KEYS if config_part.get(key)}
+    nested_configs = [value for value in config.values() if isinstance(value, Mapping)]
+    return {
+        key
+        for config_part in (config, *nested_configs)
+        for key in CODE_KEYS
+        if config_part.get(key)
+    }
 
 
 def _printable_name(path: Path) -> str:

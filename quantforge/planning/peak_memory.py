@@ -271,11 +271,11 @@ def _activation_bytes(model_layout: ModelLayout, sizes: Dimensions, run: RunSize
         attention = 2 * sizes.hidden + 6 * width.q + 2 * sizes.heads * run.length
     copies = max(kind.mlp_activations for kind in model_layout.layers)
     mlp = 4 * sizes.hidden + width.q + copies * width.ffn
-    spread = SPREAD_COPIES * spread_experts(model_layout) * sizes.hidden
+    routed_width = SPREAD_COPIES * spread_experts(model_layout) * sizes.hidden
     parallel_tokens = min(
         run.tokens, run.workers * run.length
     )  # each thread passes one row to its experts
-    return FLOAT_BYTES * max(run.tokens * max(attention, mlp), int(parallel_tokens * spread))
+    return FLOAT_BYTES * max(run.tokens * max(attention, mlp), int(parallel_tokens * routed_width))
 
 
 def _embedding_bytes(model_layout: ModelLayout, sizes: Dimensions, run: RunSizes) -> int:
@@ -331,8 +331,8 @@ def _is_stack(model_layout: ModelLayout, tensor: MatchedTensor) -> bool:
         return False
     stacks = model_layout.layers[tensor.block].stacks
     parents = {stack.parameter.rpartition(".")[0] for stack in stacks}
-    inside = tensor.name.removeprefix(f"{model_layout.block_name(tensor.block)}.")
-    return inside.rpartition(".")[0] in parents
+    name_in_block = tensor.name.removeprefix(f"{model_layout.block_name(tensor.block)}.")
+    return name_in_block.rpartition(".")[0] in parents
 
 
 def state_copies(model_layout: ModelLayout) -> int:
@@ -342,10 +342,12 @@ def state_copies(model_layout: ModelLayout) -> int:
 
 def spread_experts(model_layout: ModelLayout) -> int:
     """Return the number of experts to which a layer copies every token before they run; 0 if it does not copy."""
-    spread = (
+    kinds_with_routing = (
         kind for kind in model_layout.layers if any(stack.repeats_tokens for stack in kind.stacks)
     )
-    return max((shared.expert + 1 for kind in spread for shared in kind.inputs), default=0)
+    return max(
+        (shared.expert + 1 for kind in kinds_with_routing for shared in kind.inputs), default=0
+    )
 
 
 def _routing_bytes(model_layout: ModelLayout, tokens: int) -> int:

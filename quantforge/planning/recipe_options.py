@@ -169,8 +169,10 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     tables = _group_by_table(requested)
     top_level = tables.pop("")
     try:
-        nested = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
-        result = replace(recipe, **top_level, **nested)
+        new_tables = {
+            name: replace(getattr(recipe, name), **values) for name, values in tables.items()
+        }
+        result = replace(recipe, **top_level, **new_tables)
     except InputError as error:  # caused by an option: the recipe was valid before
         raise UnknownNameError(error.message, error.hint) from error
     if result.tensor_parallel > 1 and result.engine is None:

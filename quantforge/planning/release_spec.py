@@ -193,15 +193,15 @@ def variants_of(name: str) -> dict[str, Mapping[str, str]]:
             for recipe_name, recipe in recipes.items()
             if recipe.engine == name
         }
-    variants, seen = variants_of(GGUF_SET), set()
+    variants, seen_files = variants_of(GGUF_SET), set()
     for recipe_name, recipe in sorted(
         recipes.items(), key=lambda item: not item[0].startswith("vllm")
     ):
         same_files = replace(recipe, engine=None).to_toml()
         if (
-            recipe.type is None and same_files not in seen
+            recipe.type is None and same_files not in seen_files
         ):  # engines that take the same file share it
-            seen.add(same_files)
+            seen_files.add(same_files)
             variants[recipe_name] = {"recipe": recipe_name}
     return variants
 
@@ -224,10 +224,10 @@ def _directory_error(path: Path) -> InputError:
     files = [path / "release.toml"]
     if not files[0].is_file():
         files = sorted(path.glob("*.toml"))[:3]
-    named = " or ".join(shlex.quote(str(file)) for file in files)
-    hint = f"name the file: {named}" if named else f"it holds no .toml file; {_EXAMPLE}"
+    file_list = " or ".join(shlex.quote(str(file)) for file in files)
+    hint = f"name the file: {file_list}" if file_list else f"it holds no .toml file; {_EXAMPLE}"
     if (path / "release.json").is_file():
-        hint = f"to resume the release in it: {named} -o {shlex.quote(str(path))}"
+        hint = f"to resume the release in it: {file_list} -o {shlex.quote(str(path))}"
     return InputError("is a directory", hint, subject=str(path))
 
 
@@ -339,8 +339,8 @@ def _check_keys(table: Mapping[str, Any], origin: str) -> None:
 
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:
     """Refuse variant names that occur twice, ignoring case: some file systems do."""
-    counted = Counter(variant.name.lower() for variant in variants)
-    duplicate_names = sorted(name for name, times in counted.items() if times > 1)
+    name_counts = Counter(variant.name.lower() for variant in variants)
+    duplicate_names = sorted(name for name, count in name_counts.items() if count > 1)
     if duplicate_names:
         raise InputError(
             f"{origin}: several variants are called {', '.join(duplicate_names)}",

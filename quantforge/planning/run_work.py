@@ -98,8 +98,8 @@ def run_work(
     counts["round"] += ROUND_COST * sum(
         math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
     )
-    changed = sum(METHODS[transform].work.weights for transform in run.source_transforms)
-    counts["round"] += changed * sum(math.prod(tensor.shape) for tensor in tensors)
+    transform_passes = sum(METHODS[transform].work.weights for transform in run.source_transforms)
+    counts["round"] += transform_passes * sum(math.prod(tensor.shape) for tensor in tensors)
     reads = 2 + 2 * bool(run.guide) + _tuning_reads(model_layout, run)
     written_states = states_bytes(model_layout, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
@@ -180,13 +180,13 @@ def _observe_operations(
     )  # transforms use an expert's own statistics
     if Statistic.HESSIAN not in run.needs and not expert_transform:
         return 0.0
-    columns, seen = group[0].matrix[1], _tokens_seen(group[0], run, token_share)
+    columns, num_tokens = group[0].matrix[1], _tokens_seen(group[0], run, token_share)
     sizes = model_layout.dimensions
     if group[0].expert < 0 or sizes is None or columns == sizes.hidden:
-        return 2 * seen * columns**2
+        return 2 * num_tokens * columns**2
     # Inner activations of an expert are sampled too: tokens of other experts pass through its first matrices.
-    sample = max(INNER_SAMPLE * columns - seen, columns)
-    return 2 * columns * (columns * (seen + sample) + 2 * sizes.hidden * sample)
+    sample = max(INNER_SAMPLE * columns - num_tokens, columns)
+    return 2 * columns * (columns * (num_tokens + sample) + 2 * sizes.hidden * sample)
 
 
 def _search_operations(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:

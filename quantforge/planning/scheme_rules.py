@@ -263,25 +263,25 @@ class SchemeChooser(Generic[AnyScheme]):
     def choose(self, tensor: MatchedTensor) -> ChosenScheme[AnyScheme]:
         """Choose the scheme of a tensor, recording an event if it is substituted."""
         request = self._request(tensor)
-        chosen = self._scheme_for(tensor, request)
+        choice = self._scheme_for(tensor, request)
         # a tensor that was requested by name is quantized or refused
-        fallback = self._shape_fallback(tensor, chosen) if request is None else None
-        fitted = fallback or self._schemes.fit_to_shape(tensor, chosen.scheme)
+        fallback = self._shape_fallback(tensor, choice) if request is None else None
+        fitted = fallback or self._schemes.fit_to_shape(tensor, choice.scheme)
         if not fitted.reason:
-            return ChosenScheme(fitted.scheme, chosen.rule)
+            return ChosenScheme(fitted.scheme, choice.rule)
         detail = f"{fitted.change}: {fitted.reason}"
         self.substitutions.append(Event("substitution", tensor.header.name, detail))
-        return ChosenScheme(fitted.scheme, f"{chosen.rule}; substituted: {fitted.reason}")
+        return ChosenScheme(fitted.scheme, f"{choice.rule}; substituted: {fitted.reason}")
 
     def _shape_fallback(
-        self, tensor: MatchedTensor, chosen: ChosenScheme[AnyScheme]
+        self, tensor: MatchedTensor, choice: ChosenScheme[AnyScheme]
     ) -> FittedScheme[AnyScheme] | None:
         """Return how a tensor is kept if its shape, or that of a linear joined with it, cannot hold the scheme.
 
         None if all of them can be quantized.
         """
         for other in self._joined_linears.get(tensor.shared_input, (tensor,)):
-            fallback = self._schemes.unquantized_fallback(other, chosen.scheme)
+            fallback = self._schemes.unquantized_fallback(other, choice.scheme)
             if fallback is not None:
                 tensor_prefix = "" if other is tensor else f"{other.header.name}: "
                 weight_share = math.prod(tensor.header.shape) / self._linear_weights

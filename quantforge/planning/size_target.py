@@ -290,13 +290,13 @@ def size_like(other: Checkpoint, model_layout: ModelLayout) -> SizeTarget:
     return SizeTarget(f"--like {name} ({nbytes:,} bytes)", nbytes=nbytes)
 
 
-def _decoded_shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
+def _decoded_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by name, those of quantized matrices as decoded."""
-    headers = {name: entry.to_stored_tensor() for name, entry in opened.entries.items()}
-    layouts = [*detect_format(opened.config).find_layouts(opened.config, headers)]
+    headers = {name: entry.to_stored_tensor() for name, entry in checkpoint.entries.items()}
+    layouts = [*detect_format(checkpoint.config).find_layouts(checkpoint.config, headers)]
     packed = {name for layout in layouts for name in layout.tensor_names}
-    plain = {name: header.shape for name, header in headers.items() if name not in packed}
-    return plain | {f"{layout.module}.weight": layout.shape for layout in layouts}
+    unpacked_shapes = {name: header.shape for name, header in headers.items() if name not in packed}
+    return unpacked_shapes | {f"{layout.module}.weight": layout.shape for layout in layouts}
 
 
 def _differences(

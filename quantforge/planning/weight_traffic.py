@@ -121,7 +121,7 @@ def _embedding_bytes_read(tensor: TensorPlan, *, tied: bool) -> int:
 
 
 def _widest_activation(
-    tensors: Iterable[TensorPlan], inputs: Mapping[str, str], count: int, chosen: int
+    tensors: Iterable[TensorPlan], inputs: Mapping[str, str], count: int, experts_per_token: int
 ) -> int:
     """Return the largest number of values per token that linears with the same input read and produce, in any block.
 
@@ -129,7 +129,7 @@ def _widest_activation(
         tensors: plans of all tensors.
         inputs: the shared input of each tensor, by name.
         count: number of experts in a layer.
-        chosen: number of experts that a token is routed to.
+        experts_per_token: number of experts that a token is routed to.
     """
     widths: dict[tuple[int, str], list[int]] = {}
     for tensor in tensors:
@@ -138,8 +138,8 @@ def _widest_activation(
         if tensor.block < 0 or not (len(tensor.shape) == _MATRIX_RANK or (stacked and expert)):
             continue
         out_features, in_features = tensor.shape[-2:] if stacked else tensor.matrix
-        times = max(1, chosen) if expert else 1
+        num_inputs = max(1, experts_per_token) if expert else 1
         width = widths.setdefault((tensor.block, inputs.get(tensor.name) or tensor.name), [0, 0])
-        width[0] = max(width[0], in_features * times)
-        width[1] += out_features * times
+        width[0] = max(width[0], in_features * num_inputs)
+        width[1] += out_features * num_inputs
     return max((sum(width) for width in widths.values()), default=0)

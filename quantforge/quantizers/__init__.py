@@ -274,14 +274,14 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
 
 def _unknown_method(unknown: str, text: str) -> UnknownNameError:
     """Return the error for an unknown word in a method; if all its parts are methods, the hint is the correct sum."""
-    where = f" in '{text}'" if unknown != text.lower() else ""
+    context = f" in '{text}'" if unknown != text.lower() else ""
     typed_names = re.findall(r"\w+", text.lower())
     if len(typed_names) < 2 or not METHODS.keys() >= {*typed_names}:
         hint = nearest_hint(unknown, METHODS, METHOD_ALIASES)
     else:
         typed_names.sort(key=lambda method_name: METHODS[method_name].kind == "rounder")
         hint = f"--method {'+'.join(typed_names)}"
-    return UnknownNameError(f"unknown method '{unknown}'{where}", hint)
+    return UnknownNameError(f"unknown method '{unknown}'{context}", hint)
 
 
 def source_transforms(method: str) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def apply(
         cannot be stored exactly; and per pair its ``family``, ``exponent`` and ``error`` (relative to the error without
         scaling).
     """
-    changed, events, metrics = dict(statistics), [], {}
+    new_statistics, events, metrics = dict(statistics), [], {}
     moments: dict[str, Tensor] = {}
     for shared in block.inputs:
         if shared.scale_fold is None or not any(name in layers for name in shared.linears):
@@ -96,17 +96,17 @@ def apply(
             block, shared, layers, statistics[shared.key], rounding, moments
         ).search()
         if search.family != "none":
-            skipped = fold_if_storable(block, shared, layers, search.scale)
-            if skipped:
-                events.append(skipped)
+            fold_failure = fold_if_storable(block, shared, layers, search.scale)
+            if fold_failure:
+                events.append(fold_failure)
                 continue
-            changed[shared.key] = rescale_statistics(statistics[shared.key], search.scale)
+            new_statistics[shared.key] = rescale_statistics(statistics[shared.key], search.scale)
         metrics[shared.key] = {
             "family": search.family,
             "exponent": search.exponent,
             "error": search.error,
         }
-    return TransformResult(changed, tuple(events), metrics)
+    return TransformResult(new_statistics, tuple(events), metrics)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,9 +155,9 @@ class _ScaleSearch:
 
     def search(self) -> _ScaleCandidate:
         """Return the best candidate; the unscaled model if none is better."""
-        plain = _ScaleCandidate("none", 0.0, torch.ones_like(self._importance), 1.0)
-        self._error.calibrate(self._rounded(plain.scale, self._weights, search=False))
-        finalists = [plain]
+        unscaled = _ScaleCandidate("none", 0.0, torch.ones_like(self._importance), 1.0)
+        self._error.calibrate(self._rounded(unscaled.scale, self._weights, search=False))
+        finalists = [unscaled]
         for candidate in map(self._best_candidate, self._families()):
             if not any(torch.equal(candidate.scale, other.scale) for other in finalists):
                 finalists.append(candidate)
@@ -346,9 +346,9 @@ class OutputErrorEstimator:
             recorded_inputs = {shared.key, *_single_linear_inputs(block, shared.compared_module)}
             with _InputMoments(
                 block.module, recorded_inputs if statistics.hessian is None else set()
-            ) as seen:
+            ) as recorder:
                 outputs = [self._run(call) for call in calls]
-            moments.update(seen.means())
+            moments.update(recorder.means())
             hessian = statistics.hessian
             if hessian is None:
                 hessian = moments.pop(shared.key)
@@ -410,8 +410,12 @@ class OutputErrorEstimator:
 def _single_linear_inputs(block: DecoderBlock, module: str) -> Iterator[str]:
     """Yield the keys of inputs in a module that are read by a single linear, whose errors need no forward pass."""
     for shared in block.inputs:
-        inside = shared.key.startswith(f"{module}.")
-        if inside and shared.scale_fold is not None and shared.linears == (shared.compared_module,):
+        is_in_module = shared.key.startswith(f"{module}.")
+        if (
+            is_in_module
+            and shared.scale_fold is not None
+            and shared.linears == (shared.compared_module,)
+        ):
             yield shared.key
 
 

@@ -42,9 +42,9 @@ def to_finite_float32(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def stack_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of all ``pieces``; a single piece is returned as it is."""
-    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
+def stack_rows(matrices: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of all ``matrices``; a single piece is returned as it is."""
+    return matrices[0] if len(matrices) == 1 else torch.cat([*matrices])
 
 
 def slice_parameters(parameters: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -91,16 +91,16 @@ def _underflow_events(
     """Return an event if nonzero rows, or ggml blocks, decode to zero because their scales underflowed."""
     block = tensor.scheme.block
     unit = tensor.parameters.get("d", tensor.parameters.get("scales")) if block else None
-    tiny = (
+    is_tiny = (
         None if unit is None else unit.abs() <= MIN_FLOAT16
     )  # rows with larger scales may legitimately round to zero
-    if tiny is not None and not bool(tiny.any()):
+    if is_tiny is not None and not bool(is_tiny.any()):
         return ()
     columns = block.columns if block else weight.shape[1]
     runs = decoded.view(len(decoded), -1, columns)
     underflowed = ~runs[..., :PREFIX_COLUMNS].any(2)
-    if tiny is not None:
-        underflowed &= tiny
+    if is_tiny is not None:
+        underflowed &= is_tiny
     if bool(underflowed.any()):  # only rows with leading zeros are examined completely
         underflowed[underflowed.clone()] = weight.view(runs.shape)[underflowed].any(1) & ~runs[
             underflowed

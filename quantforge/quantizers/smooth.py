@@ -71,7 +71,7 @@ def apply(
         The statistics of the changed block; a ``scale-fold-skipped`` event for each pair that could not be stored; and
         per pair its ``strength`` (-1: unchanged) and ``error`` (relative to the error without smoothing).
     """
-    changed, events, metrics = dict(statistics), [], {}
+    new_statistics, events, metrics = dict(statistics), [], {}
     for shared in block.inputs:
         readers = [name for name in shared.linears if name in layers]
         if shared.scale_fold is None or not readers:
@@ -80,14 +80,14 @@ def apply(
         pair = _StrengthSearch(block, shared, schemes, layers[readers[0]].input)
         best = pair.search(statistics[shared.key], rounding.awq.search_samples)
         if best.strength is not None:
-            skipped = fold_if_storable(block, shared, layers, best.scale)
-            if skipped:
-                events.append(skipped)
+            fold_failure = fold_if_storable(block, shared, layers, best.scale)
+            if fold_failure:
+                events.append(fold_failure)
                 continue
-            changed[shared.key] = rescale_statistics(changed[shared.key], best.scale)
+            new_statistics[shared.key] = rescale_statistics(new_statistics[shared.key], best.scale)
         strength = -1.0 if best.strength is None else best.strength
         metrics[shared.key] = {"strength": strength, "error": best.error}
-    return TransformResult(changed, tuple(events), metrics)
+    return TransformResult(new_statistics, tuple(events), metrics)
 
 
 class _StrengthSearch:
@@ -114,9 +114,10 @@ class _StrengthSearch:
 
         def error(scale: Tensor) -> float:
             peak = float((statistics.peaks / scale).max()) if statistics.peaks is not None else 0.0
-            seen = self._quantize_input(x / scale, peak)
+            quantized_input = self._quantize_input(x / scale, peak)
             outputs = {
-                name: matmul(seen, self._rounded(name, scale).T) for name in reference_outputs
+                name: matmul(quantized_input, self._rounded(name, scale).T)
+                for name in reference_outputs
             }
             return sum(
                 total((outputs[name] - reference_outputs[name]).square()) / sizes[name]
@@ -126,8 +127,8 @@ class _StrengthSearch:
         peaks = _floored_log2(self._max_tied(statistics.peaks))
         columns = torch.cat(list(self._weights.values())).abs().amax(0)
         columns = _floored_log2(self._max_tied(columns))
-        plain = torch.ones_like(peaks)
-        best = _StrengthCandidate(None, plain, first := error(plain))
+        unit_scale = torch.ones_like(peaks)
+        best = _StrengthCandidate(None, unit_scale, first := error(unit_scale))
         for step in range(GRID_POINTS + 1):
             strength = step / GRID_POINTS
             logs = strength * peaks - (1 - strength) * columns

@@ -63,13 +63,15 @@ def sparsify(
         names = ", ".join(weights)
         hessian = require_finite_hessian(statistics.hessian, names)
         order = torch.arange(len(hessian), device=hessian.device)
-        seen = bool(hessian.diagonal().any())
-        if seen and (factor := factorize(hessian, damping, order)) is not None:
+        was_observed = bool(hessian.diagonal().any())
+        if was_observed and (factor := factorize(hessian, damping, order)) is not None:
             return {
                 name: _sparsegpt(weight, factor, sparsity) for name, weight in matrices.items()
             }, ()
         reason = (
-            "no damping makes the Hessian positive definite" if seen else "no activation was seen"
+            "no damping makes the Hessian positive definite"
+            if was_observed
+            else "no activation was seen"
         )
         events = (Event("rtn-fallback", names, reason),)
         scale = hessian.diagonal().sqrt()

@@ -84,8 +84,8 @@ def attach_cache(attention: nn.Module, cache: CachePeaks | RoundedCache) -> Remo
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         wrapped = kwargs.get("past_key_values")
-        chosen = cache if wrapped is None else _Chain(cache, wrapped)
-        return args, {**kwargs, "past_key_values": chosen}
+        attached = cache if wrapped is None else _Chain(cache, wrapped)
+        return args, {**kwargs, "past_key_values": attached}
 
     return attention.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -104,10 +104,10 @@ class _Chain:
         self._first, self._second = first, second
 
     def update(
-        self, keys: Tensor, values: Tensor, *args: object, **named: object
+        self, keys: Tensor, values: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         stored: tuple[Tensor, Tensor] = self._second.update(
-            *self._first.update(keys, values), *args, **named
+            *self._first.update(keys, values), *args, **kwargs
         )
         return stored
 

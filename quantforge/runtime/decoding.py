@@ -153,18 +153,18 @@ def generate_choices(
         if step:
             logits = engine.step(torch.tensor(last_tokens, device=engine.device)).float()
         active_logits = logits if len(active) == len(samplers) else logits[active]
-        chosen = choose_tokens([samplers[row] for row in active], active_logits)
-        for row, token in zip(active, chosen, strict=True):
+        chosen_tokens = choose_tokens([samplers[row] for row in active], active_logits)
+        for row, token in zip(active, chosen_tokens, strict=True):
             last_tokens[row] = token.token
-        yield dict(zip(active, chosen, strict=True))
+        yield dict(zip(active, chosen_tokens, strict=True))
 
 
 def generate_tokens(
     engine: DecodingEngine, ids: Sequence[int], new_tokens: int, sampling: Sampling
 ) -> Iterator[int]:
     """Yield up to ``new_tokens`` tokens after a prompt, each as soon as it is chosen; raises as `generate_choices`."""
-    for chosen in generate_choices(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
-        yield chosen[0].token
+    for chosen_tokens in generate_choices(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
+        yield chosen_tokens[0].token
 
 
 def prefill(decoder: Decoder, ids: Tensor, cache: PagedCache, new_tokens: int) -> Tensor:

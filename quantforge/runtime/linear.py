@@ -202,16 +202,16 @@ class PackedLinear(PackedWeights):
     def round_inputs(self, bits: int) -> bool:
         """Switch to a kernel that rounds activations, if one exists for the layout or replaces the fallback kernel."""
         problem = replace(self.problem, input_bits=bits)
-        chosen, packed = select_kernel(problem), self.packed
-        if chosen is self.chosen:
+        kernel, packed = select_kernel(problem), self.packed
+        if kernel is self.chosen:
             return False
-        if chosen.prepare is not self.chosen.prepare:
+        if kernel.prepare is not self.chosen.prepare:
             if self.chosen is not fallback.KERNEL:
                 return False
-            packed = chosen.prepare(*fallback.unpack_weight(packed, self.problem), problem)
-        if find_kernel_failure(chosen, packed, problem) is not None:
+            packed = kernel.prepare(*fallback.unpack_weight(packed, self.problem), problem)
+        if find_kernel_failure(kernel, packed, problem) is not None:
             return False
-        self.problem, self.chosen = problem, chosen
+        self.problem, self.chosen = problem, kernel
         self.store_packed(packed)
         return True
 

@@ -264,11 +264,11 @@ def reason_to_decode(model: nn.Module, name: str, architecture: Architecture | N
     is_transposed = type(module).__name__ == "Conv1D" and architecture is not None
     if not is_transposed and getattr(type(module), "forward", None) is not nn.Linear.forward:
         return CUSTOM_FORWARD
-    leaf = name.rpartition(".")[2]
+    parameter_name = name.rpartition(".")[2]
     owner_classes: list[Any] = [type(owner) for owner in _enclosing_modules(model, name)]
     return (
         WEIGHT_READ_DIRECTLY
-        if any(leaf in _directly_read_weights(kind) for kind in owner_classes)
+        if any(parameter_name in _directly_read_weights(kind) for kind in owner_classes)
         else ""
     )
 
@@ -438,15 +438,15 @@ class SkeletonFiller:
         return decode_plain(self._read_weight(name), name, self._dtype)
 
     def _set_tensor(self, model: nn.Module, name: str, value: Tensor) -> None:
-        module_name, _, leaf = name.rpartition(".")
+        module_name, _, tensor_name = name.rpartition(".")
         module = model.get_submodule(module_name)
-        if leaf in module._buffers:
-            buffer = module._buffers[leaf]
+        if tensor_name in module._buffers:
+            buffer = module._buffers[tensor_name]
             assert buffer is not None
-            setattr(module, leaf, value.to(self._device, buffer.dtype))
+            setattr(module, tensor_name, value.to(self._device, buffer.dtype))
             return
         value = value.to(self._device, self._dtype)
-        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+        setattr(module, tensor_name, nn.Parameter(value, requires_grad=False))
 
     def _fill_packed(self, model: nn.Module, name: str, layout: ModuleLayout) -> None:
         tensor = self._read_weight(f"{layout.module}.weight")

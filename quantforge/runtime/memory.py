@@ -33,33 +33,33 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a GPU in bytes; None for a CPU, whose memory is shared and can be swapped."""
     if device.type != "cuda":
         return None
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free
+    num_free: int = torch.cuda.mem_get_info(device)[0]
+    return num_free
 
 
-def check_weights_fit(needed: int, weights: int, free: int | None) -> None:
+def check_weights_fit(needed: int, weights: int, num_free: int | None) -> None:
     """Check that the weights of a model fit into device memory.
 
     Args:
         needed: bytes that the weights will take.
         weights: number of weights.
-        free: free bytes on the device; None skips the check.
+        num_free: free bytes on the device; None skips the check.
 
     Raises:
         ResourceError: they do not fit; the message names the bits per weight that would.
     """
-    if free is None or needed <= USABLE_MEMORY_SHARE * free:
+    if num_free is None or needed <= USABLE_MEMORY_SHARE * num_free:
         return
-    bits = int(8 * USABLE_MEMORY_SHARE * free / weights)
+    bits = int(8 * USABLE_MEMORY_SHARE * num_free / weights)
     suggestion = f"about {bits} bits per weight fit: quantize --bits {min(bits, 8)}"
     raise ResourceError(
-        f"the weights take {needed / 1e9:.1f} GB on the GPU, {free / 1e9:.1f} GB are free",
+        f"the weights take {needed / 1e9:.1f} GB on the GPU, {num_free / 1e9:.1f} GB are free",
         f"{suggestion if bits >= MIN_BITS else 'no precision fits'}, or use --device cpu",
     )
 
 
 def check_cache_fits(
-    sequences: int, tokens: int, token_bytes: int, needed: int, free: int | None
+    sequences: int, tokens: int, token_bytes: int, needed: int, num_free: int | None
 ) -> None:
     """Check that a KV cache fits into device memory.
 
@@ -68,14 +68,14 @@ def check_cache_fits(
         tokens: most tokens per sequence.
         token_bytes: bytes of one token in all layers.
         needed: total bytes; less than the product of the above if layers have a sliding window.
-        free: free bytes on the device; None skips the check.
+        num_free: free bytes on the device; None skips the check.
 
     Raises:
         ResourceError: it does not fit; the message names the number of sequences, or tokens, that would.
     """
-    if free is None or needed <= USABLE_MEMORY_SHARE * free:
+    if num_free is None or needed <= USABLE_MEMORY_SHARE * num_free:
         return
-    fitting_tokens = int(USABLE_MEMORY_SHARE * free / token_bytes)
+    fitting_tokens = int(USABLE_MEMORY_SHARE * num_free / token_bytes)
     suggestion = (
         f"{fitting_tokens // tokens} sequences"
         if fitting_tokens >= tokens
@@ -83,7 +83,7 @@ def check_cache_fits(
     )
     raise ResourceError(
         f"a cache of {sequences} sequences of {tokens} tokens takes {needed / 1e9:.1f} GB, "
-        f"{free / 1e9:.1f} GB are free on the GPU",
+        f"{num_free / 1e9:.1f} GB are free on the GPU",
         f"{suggestion} would fit; int8, fp8 and int4 caches are smaller",
     )
 

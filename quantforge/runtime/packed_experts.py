@@ -289,8 +289,10 @@ def _stacked_parameters(module: Any) -> set[str]:
 
 def _is_silu(module: Any) -> bool:
     """Return whether the module computes ``silu(gate) * up`` with the gate first, for which there is a fused kernel."""
-    plain = module.has_gate and type(module)._apply_gate.__module__ in _STANDARD_GATE_MODULES
-    if not plain:
+    is_standard_gate = (
+        module.has_gate and type(module)._apply_gate.__module__ in _STANDARD_GATE_MODULES
+    )
+    if not is_standard_gate:
         return False
     return getattr(module.act_fn, "__name__", type(module.act_fn).__name__) in _SILU
 
@@ -349,20 +351,24 @@ def _computes_gated_mlp(module: Any, stacks: Mapping[str, Stack]) -> bool:
     random = torch.Generator().manual_seed(5)
 
     def numbers(*shape: int) -> Tensor:
-        drawn: Tensor = torch.randn(shape, generator=random)
-        return drawn / math.sqrt(shape[-1])
+        random_values: Tensor = torch.randn(shape, generator=random)
+        return random_values / math.sqrt(shape[-1])
 
-    trial = {_GATE_UP: numbers(2 * _PROBE_UNITS, width), _DOWN: numbers(width, _PROBE_UNITS)}
+    trial_weights = {
+        _GATE_UP: numbers(2 * _PROBE_UNITS, width),
+        _DOWN: numbers(width, _PROBE_UNITS),
+    }
     states = numbers(_PROBE_TOKENS, width) * math.sqrt(width)
     gate, up = (
-        states @ stacks[_GATE_UP].rows_of(trial[_GATE_UP], position).T for position in (0, 1)
+        states @ stacks[_GATE_UP].rows_of(trial_weights[_GATE_UP], position).T
+        for position in (0, 1)
     )
-    for name, matrix in trial.items():
+    for name, matrix in trial_weights.items():
         stored = matrix.T if stacks[name].transposed else matrix
         setattr(module, name, parameter(stored.contiguous()[None]))
     try:
         with torch.no_grad():
-            output, expected = module(states), (module.act_fn(gate) * up) @ trial[_DOWN].T
+            output, expected = module(states), (module.act_fn(gate) * up) @ trial_weights[_DOWN].T
     except RuntimeError:
         return False
     finally:
@@ -481,10 +487,10 @@ class PackedStack(PackedWeights):
         problem = replace(
             self.problem, matrix_spec=replace(self.problem.matrix_spec, input_bits=bits)
         )
-        chosen, packed = select_grouped_kernel(problem), self.packed
-        if chosen is self.chosen:
+        kernel, packed = select_grouped_kernel(problem), self.packed
+        if kernel is self.chosen:
             return False
-        if chosen.base_kernel.prepare is not self.chosen.base_kernel.prepare:
+        if kernel.base_kernel.prepare is not self.chosen.base_kernel.prepare:
             if self.chosen.base_kernel is not fallback.KERNEL:
                 return False
             packed_matrices = (
@@ -496,18 +502,18 @@ class PackedStack(PackedWeights):
                     for packed_matrix in packed_matrices
                 ),
                 problem,
-                chosen,
+                kernel,
             )
         single_weight = {
             name: value if name in grouped.SHARED_TENSORS else value[:1]
             for name, value in packed.items()
         }
         if (
-            find_grouped_failure(chosen, single_weight, replace(problem, num_matrices=1))
+            find_grouped_failure(kernel, single_weight, replace(problem, num_matrices=1))
             is not None
         ):
             return False
-        self.problem, self.chosen = problem, chosen
+        self.problem, self.chosen = problem, kernel
         self.store_packed(packed)
         return True
 
@@ -611,6 +617,6 @@ def _create_linear(
 ) -> nn.Module:
     if isinstance(weight, QuantizedTensor):
         return PackedLinear(weight, None, dtype, device)
-    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    plain.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
-    return plain
+    unpacked = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    unpacked.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
+    return unpacked

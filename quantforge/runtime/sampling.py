@@ -141,18 +141,18 @@ def choose_tokens(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen
         tokens[rows] = sample_tokens(
             sampling_weights(adjusted[rows], [options[row] for row in rows]), uniform
         )
-    chosen = [ChosenToken(token) for token in tokens.tolist()]
+    chosen_tokens = [ChosenToken(token) for token in tokens.tolist()]
     logprob_rows = [row for row, option in enumerate(options) if option.logprobs is not None]
     if logprob_rows:
         counts = [options[row].logprobs or 0 for row in logprob_rows]
         with_logprobs = with_log_probabilities(
-            logits[logprob_rows], [chosen[row].token for row in logprob_rows], counts
+            logits[logprob_rows], [chosen_tokens[row].token for row in logprob_rows], counts
         )
         for row, token in zip(logprob_rows, with_logprobs, strict=True):
-            chosen[row] = token
-    for sampler, token in zip(samplers, chosen, strict=True):
+            chosen_tokens[row] = token
+    for sampler, token in zip(samplers, chosen_tokens, strict=True):
         sampler.record(token.token)
-    return chosen
+    return chosen_tokens
 
 
 def with_log_probabilities(
@@ -245,12 +245,12 @@ def apply_bias_and_penalties(
     biased = [
         (row, row_options) for row, row_options in enumerate(options) if row_options.logit_bias
     ]
-    counted = [
+    penalized_rows = [
         (row, *count_pair)
         for row, count_pair in enumerate(zip(options, counts, strict=True))
         if count_pair[1]
     ]
-    if not biased and not counted:
+    if not biased and not penalized_rows:
         return logits
     logits = logits.clone(memory_format=torch.contiguous_format)
     flat, vocabulary = logits.view(-1), logits.shape[1]
@@ -263,17 +263,19 @@ def apply_bias_and_penalties(
         ]
         bias = [value for _, row_options in biased for value in row_options.logit_bias.values()]
         flat[torch.tensor(positions, device=flat.device)] += flat.new_tensor(bias)
-    if counted:
-        _apply_penalties(flat, vocabulary, counted)
+    if penalized_rows:
+        _apply_penalties(flat, vocabulary, penalized_rows)
     return logits
 
 
 def _apply_penalties(
-    flat: Tensor, vocabulary: int, counted: Sequence[tuple[int, Sampling, TokenCounts | None]]
+    flat: Tensor,
+    vocabulary: int,
+    penalized_rows: Sequence[tuple[int, Sampling, TokenCounts | None]],
 ) -> None:
     """Apply repetition, frequency and presence penalties to the flattened logits, in place."""
     positions, factors, reductions = [], [], []
-    for row, row_options, count in counted:
+    for row, row_options, count in penalized_rows:
         assert count is not None
         generated = count.generated
         positions.append(count.ids + row * vocabulary)
@@ -393,11 +395,11 @@ def _apply_top_p(weights: Tensor, rows: Sequence[int], probabilities: Sequence[f
         top = selected.topk(candidates, -1).values
         sums = top.cumsum(-1, dtype=torch.float64)
         # Added up in another order, all tokens may just miss a share of nearly all.
-        reached = (sums[:, -1] >= target[:, 0]) | (candidates == count)
-        last = torch.searchsorted(sums[reached], target[reached]).clamp_(max=candidates - 1)
-        cutoff[pending[reached]] = top[reached].gather(1, last)
-        set_size[pending[reached]] = last + 1
-        pending, target = pending[~reached], target[~reached]
+        is_reached = (sums[:, -1] >= target[:, 0]) | (candidates == count)
+        last = torch.searchsorted(sums[is_reached], target[is_reached]).clamp_(max=candidates - 1)
+        cutoff[pending[is_reached]] = top[is_reached].gather(1, last)
+        set_size[pending[is_reached]] = last + 1
+        pending, target = pending[~is_reached], target[~is_reached]
         candidates *= 8
     dropped = weights < cutoff
     for row in (count - dropped.sum(-1, keepdim=True) > set_size)[:, 0].nonzero()[:, 0].tolist():

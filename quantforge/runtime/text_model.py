@@ -154,10 +154,11 @@ def check_prompt(prompt: object) -> None:
         texts: list[object] = [prompt]
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and prompt:
         if not all(
-            isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in prompt
+            isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+            for message in prompt
         ):
             raise UsageError(f"the prompt {prompt!a:.60} is no conversation", expected)
-        texts = [turn[key] for turn in prompt for key in ("role", "content")]
+        texts = [message[key] for message in prompt for key in ("role", "content")]
     else:
         raise UsageError(f"the prompt is {type(prompt).__name__}: {prompt!a:.60}", expected)
     for text in texts:
@@ -204,9 +205,9 @@ class StreamingCompletion:
         finished = set[int]()
         for step in self._sample_steps(finished):
             self._record_step(len(step))
-            for index, chosen in step.items():
+            for index, chosen_token in step.items():
                 text = self._texts[index]
-                piece = text.add_token(chosen)
+                piece = text.add_token(chosen_token)
                 if text.stop_reason != "interrupted":
                     finished.add(index)
                 if piece and index == 0:
@@ -299,14 +300,14 @@ class _ChoiceText:
         self.stop_reason: StopReason = "interrupted"
         self.score: float | None = None
 
-    def add_token(self, chosen: ChosenToken) -> str:
+    def add_token(self, chosen_token: ChosenToken) -> str:
         """Append a token; return the text that is final now."""
-        if chosen.token in self._end_tokens:
+        if chosen_token.token in self._end_tokens:
             return self.finish("end")
-        self._tokens.append(chosen.token)
+        self._tokens.append(chosen_token.token)
         if self._logprobs is not None:
-            self._logprobs.append(to_scored_token(self._tokenizer, chosen))
-        return self._append_piece(self._stream.add(chosen.token))
+            self._logprobs.append(to_scored_token(self._tokenizer, chosen_token))
+        return self._append_piece(self._stream.add(chosen_token.token))
 
     def finish(self, stop_reason: StopReason) -> str:
         """End the text for a reason; return the text that was still held back."""
@@ -332,11 +333,11 @@ class _ChoiceText:
         )
 
 
-def to_scored_token(tokenizer: TextTokenizer, chosen: ChosenToken) -> ScoredToken:
+def to_scored_token(tokenizer: TextTokenizer, choice: ChosenToken) -> ScoredToken:
     """Return a chosen token and its alternatives with their texts; raises as `TextTokenizer.decode` does."""
-    assert chosen.logprob is not None
+    assert choice.logprob is not None
     chosen_token, *top = (
         LikelyToken(token, tokenizer.decode([token]), logprob)
-        for token, logprob in ((chosen.token, chosen.logprob), *chosen.top)
+        for token, logprob in ((choice.token, choice.logprob), *choice.top)
     )
     return ScoredToken(chosen_token, tuple(top))

@@ -289,9 +289,9 @@ class TokenTexts:
         """Return the text of a token."""
         if self._tokenizer.id_to_token(token) is None:
             return f"token:{token}"  # a row of the embedding without a token
-        before = self._tokenizer.decode(self._before, skip_special_tokens=False)
+        text_before = self._tokenizer.decode(self._before, skip_special_tokens=False)
         joined_text: str = self._tokenizer.decode([*self._before, token], skip_special_tokens=False)
-        text = joined_text.removeprefix(before)
+        text = joined_text.removeprefix(text_before)
         data = self._bytes(token) if INCOMPLETE in text else None
         return text if data is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 

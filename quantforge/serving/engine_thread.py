@@ -163,8 +163,8 @@ class EngineThread:
     def _dispatch(self, events: Iterable[EngineEvent]) -> None:
         """Put each event into the queue of its request."""
         for event in events:
-            ended = isinstance(event, Finished)
-            queue = self._events.pop(event.id, None) if ended else self._events.get(event.id)
+            is_finished = isinstance(event, Finished)
+            queue = self._events.pop(event.id, None) if is_finished else self._events.get(event.id)
             if queue is not None:
                 queue.put_nowait(event)
 

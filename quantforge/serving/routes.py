@@ -297,10 +297,10 @@ async def _stream_documents(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the documents of a stream."""
     usage_field = {"usage": None} if body.stream_options.include_usage else {}
-    opened: set[int] = set()
+    opened_choices: set[int] = set()
     async for index, piece in pieces:
-        opening = None if index in opened else documents.opening(index)
-        opened.add(index)
+        opening = None if index in opened_choices else documents.opening(index)
+        opened_choices.add(index)
         if opening is not None:
             yield {**opening, **usage_field}
         yield {**documents.chunk((index, piece)), **usage_field}

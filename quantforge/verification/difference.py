@@ -74,8 +74,8 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Return whether values and files are equal, regardless of how they were made and are stored."""
-        changed = any(value != math.inf for value in self.tensors.values())
-        return not changed and not self.files and not any(self.only.values())
+        has_changed = any(value != math.inf for value in self.tensors.values())
+        return not has_changed and not self.files and not any(self.only.values())
 
     def document(self) -> dict[str, Any]:
         """Return the difference as plain data (``quantforge.diff/2``)."""
@@ -121,7 +121,10 @@ def difference(first: Path, second: Path) -> Difference:
     if first_model.checkpoint.path.is_dir() != second_model.checkpoint.path.is_dir():
         common_files = files[0].keys() & files[1].keys()
         uncompared = (files[0].keys() | files[1].keys()) - (common_files & {TEMPLATE_FILE})
-        files = [{name: side[name] for name in side.keys() - uncompared} for side in files]
+        files = [
+            {name: files_of_side[name] for name in files_of_side.keys() - uncompared}
+            for files_of_side in files
+        ]
     differing = {name for name in files[0] | files[1] if files[0].get(name) != files[1].get(name)}
     entries = [_recorded_entries(model) for model in (first_model, second_model)]
     return Difference(
@@ -134,7 +137,7 @@ def difference(first: Path, second: Path) -> Difference:
             {*differing, *_differing_model_files(first_model.checkpoint, second_model.checkpoint)}
         ),
         compared=len(common_names),
-        alone=_exclusive_names(*(side.keys() for side in files)),
+        alone=_exclusive_names(*(files_of_side.keys() for files_of_side in files)),
         unstated={
             "first": _missing_documents(entries[0]),
             "second": _missing_documents(entries[1]),

@@ -107,10 +107,10 @@ def find_folded_scales(
     """
 
     def pair(module: str) -> WeightPair | None:
-        before, after = source_weight(f"{module}.weight"), artifact_weight(f"{module}.weight")
-        if before is None or after is None or before.shape != after.shape:
+        source, artifact = source_weight(f"{module}.weight"), artifact_weight(f"{module}.weight")
+        if source is None or artifact is None or source.shape != artifact.shape:
             return None
-        return before, after
+        return source, artifact
 
     def unclipped(module: str) -> WeightPair | None:
         weight_pair, mask = pair(module), clipping_mask(f"{module}.weight")
@@ -151,45 +151,47 @@ def _find_norm_scales(
     if (gains := pair(norm)) is None:
         return
     offset = 1.0 if shared.scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
-    before, after = (gain + offset for gain in gains)
-    is_unchanged = (before - after).abs() <= MAX_CAST_ERROR * torch.maximum(
-        before.abs(), after.abs()
+    source_gain, artifact_gain = (gain + offset for gain in gains)
+    is_unchanged = (source_gain - artifact_gain).abs() <= MAX_CAST_ERROR * torch.maximum(
+        source_gain.abs(), artifact_gain.abs()
     )
     if bool(is_unchanged.all()):
         return
     linears = [f"{block}.{linear}" for linear in shared.readers]
     readers = [weight_pair for linear in linears if (weight_pair := pair(linear)) is not None]
-    nonzero = (before != 0) & (after != 0)
-    gain = torch.where(nonzero, before / torch.where(nonzero, after, 1.0), 1.0)
+    nonzero = (source_gain != 0) & (artifact_gain != 0)
+    gain = torch.where(nonzero, source_gain / torch.where(nonzero, artifact_gain, 1.0), 1.0)
     columns = gain
     if readers:
         fit = _fit_scales(
             torch.cat([a for a, _ in readers]), torch.cat([b for _, b in readers]), dim=0
         )
         has_good_fit = fit.cosine >= MIN_COSINE
-        excess = fit.log - gain.clamp(min=1e-6).log()  # of the gain, over what its readers tell
-        mismatch = excess.abs() - NOISE_FACTOR * fit.noise
-        limit = torch.where(excess > 0, math.log1p(max_tuning), -math.log1p(-max_tuning))
+        log_excess = fit.log - gain.clamp(min=1e-6).log()  # of the gain, over what its readers tell
+        mismatch = log_excess.abs() - NOISE_FACTOR * fit.noise
+        limit = torch.where(log_excess > 0, math.log1p(max_tuning), -math.log1p(-max_tuning))
         # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
         columns = torch.where(
             has_good_fit & ((gain > 0) & (mismatch > MAX_GAIN_MISMATCH) | ~nonzero),
             fit.factor,
             gain,
         )
-        only_one_zero = (before == 0) != (after == 0)
+        only_one_zero = (source_gain == 0) != (artifact_gain == 0)
         is_wrong = only_one_zero | (nonzero & has_good_fit & ((mismatch > limit) | (gain <= 0)))
         if bool(is_wrong.any()):
             channel = int(
                 torch.where(only_one_zero, torch.inf, mismatch).masked_fill(~is_wrong, -1).argmax()
             )
-            changed = after[channel] / before[channel]
+            gain_ratio = artifact_gain[channel] / source_gain[channel]
             folds.problems[norm] = (
-                f"the gain of channel {channel} is {float(changed):.3g} times the source's,"
+                f"the gain of channel {channel} is {float(gain_ratio):.3g} times the source's,"
                 f" and the weights that read it are {float(fit.factor[channel]):.3g} times the source's:"
                 f" the two do not cancel ({int(is_wrong.sum())} of {len(gain)} channels)"
             )
             columns = torch.where(is_wrong, gain, columns)
-    folds.norm_scales[norm] = torch.where(nonzero, after / torch.where(nonzero, before, 1.0), 1.0)
+    folds.norm_scales[norm] = torch.where(
+        nonzero, artifact_gain / torch.where(nonzero, source_gain, 1.0), 1.0
+    )
     folds.column_scales.update(dict.fromkeys(linears, columns))
 
 
@@ -227,14 +229,16 @@ def _find_row_scales(
         return
     if producer_fit is not None and reader_fit is not None:
         product = producer_fit.log + reader_fit.log
-        spread = 1.4826 * float((product - product.median()).abs().median())
+        robust_deviation = 1.4826 * float((product - product.median()).abs().median())
         noise = (NOISE_FACTOR * (producer_fit.noise + reader_fit.noise)).clamp(
-            min=max(MIN_MISMATCH, SPREAD_FACTOR * spread)
+            min=max(MIN_MISMATCH, SPREAD_FACTOR * robust_deviation)
         )
 
         def mismatched(producer_fit: _ScaleFit, reader_fit: _ScaleFit) -> Tensor:
-            related = (producer_fit.cosine >= MIN_COSINE) & (reader_fit.cosine >= MIN_COSINE)
-            return related & ((producer_fit.log + reader_fit.log).abs() > noise)
+            is_proportional = (producer_fit.cosine >= MIN_COSINE) & (
+                reader_fit.cosine >= MIN_COSINE
+            )
+            return is_proportional & ((producer_fit.log + reader_fit.log).abs() > noise)
 
         is_wrong = mismatched(producer_fit, reader_fit)
         if bool(is_wrong.any()):

@@ -168,7 +168,7 @@ class ForwardPass:
         artifact: Artifact,
         source: SourceModel | None,
         stored: WeightLoader,
-        plain: WeightLoader,
+        rtn_weights: WeightLoader,
         device: str,
         *,
         run: bool = True,
@@ -180,7 +180,7 @@ class ForwardPass:
             artifact: the artifact whose logits are checked.
             source: the model that it is compared with.
             stored: returns a weight of the artifact.
-            plain: returns a weight of the source, rounded to nearest; None for one that is not quantized.
+            rtn_weights: returns a weight of the source, rounded to nearest; None for one that is not quantized.
             device: where the models run.
             run: whether to run anything at all.
         """
@@ -219,7 +219,7 @@ class ForwardPass:
             )
             self._open_stream("decoded", weights, source.model_layout)
         if artifact.layouts:
-            weights = PatchedCheckpoint(source.checkpoint, source.model_layout, plain)
+            weights = PatchedCheckpoint(source.checkpoint, source.model_layout, rtn_weights)
             self._open_stream("rounded", weights, source.model_layout)
 
     def embed_tokens(self) -> None:
@@ -361,8 +361,8 @@ class ForwardPass:
             self._source_not_runnable = not_runnable
         elif name == "artifact" and not_runnable and self._at_head:
             self._take_logits("source")  # not yet computed: to see whether it fails, too
-        skipped = isinstance(error, RefusedError) or (not_runnable and self._source_not_runnable)
-        if name == "artifact" and not skipped:
+        is_skipped = isinstance(error, RefusedError) or (not_runnable and self._source_not_runnable)
+        if name == "artifact" and not is_skipped:
             # Without a source, a wrong configuration and a model that needs more than tokens look alike.
             warns = not_runnable and self._source is None
             record = self._report.warn if warns else self._report.add
@@ -399,21 +399,23 @@ class ForwardPass:
             return statistics
         tokens = torch.arange(len(statistics.sample))
         later_tokens = tokens[tokens % self._ids.shape[1] != 0]
-        chosen = later_tokens[
+        sampled_tokens = later_tokens[
             torch.linspace(0, len(later_tokens) - 1, min(SAMPLE_TOKENS, len(later_tokens)))
             .round()
             .long()
         ]
         return Statistics(
-            statistics.tokens, peaks=statistics.peaks, sample=statistics.sample[chosen].float()
+            statistics.tokens,
+            peaks=statistics.peaks,
+            sample=statistics.sample[sampled_tokens].float(),
         )
 
     def _record_head_input(self, stream: ModelStream) -> None:
         family = self._source.model_layout.architecture if self._source else None
         assert family is not None  # else the source is not run
         states = torch.cat([item.cpu() for item in stream.final_hidden()]).flatten(0, -2)
-        seen = Statistics(len(states), peaks=states.abs().amax(0), sample=states)
-        self.inputs.statistics[family.head] = self._sample_tokens(seen)
+        input_statistics = Statistics(len(states), peaks=states.abs().amax(0), sample=states)
+        self.inputs.statistics[family.head] = self._sample_tokens(input_statistics)
 
     def _take_logits(self, name: str) -> Tensor | None:
         logits = self._run_or_drop(
@@ -604,6 +606,6 @@ def unusual_cache_scales(
         )
         if bool(unusual.any()):
             head = int(unusual.nonzero()[0])
-            where = f"head {head}: " if len(covered) > 1 else ""
+            head_text = f"head {head}: " if len(covered) > 1 else ""
             text = f"covers values up to {float(covered[head]):.3g}; the source shows {float(observed_peaks[head]):.3g}"
-            yield index, where + text
+            yield index, head_text + text

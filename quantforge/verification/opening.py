@@ -149,8 +149,8 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         checkpoint = open_model(path)
         report.notes += [checkpoint.declaration_note] if checkpoint.declaration_note else []
         report.model_type = model_type_or_draft(checkpoint.config)
-        form = detect_format(checkpoint.config)
-        report.format = form.KEY
+        file_format = detect_format(checkpoint.config)
+        report.format = file_format.KEY
         stored, layouts = _headers(checkpoint)
     except NotReadError as error:
         _skip_unsupported(report, error, checkpoint)
@@ -165,7 +165,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         _report_unopenable(report, "incomplete", error)
         return None
     running = DeclaredChanges.from_manifest(manifest.read_manifest(path)).uses_running_layout
-    return Artifact(checkpoint, form, layouts, model_layout, running)
+    return Artifact(checkpoint, file_format, layouts, model_layout, running)
 
 
 def open_source(
@@ -266,19 +266,19 @@ def _headers(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], dict[str,
     return stored, {layout.module: layout for layout in layouts}
 
 
-def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | None) -> None:
+def _skip_unsupported(report: Report, error: NotReadError, checkpoint: Checkpoint | None) -> None:
     """Record that this kind of artifact is not supported, so that only its headers were checked.
 
-    ``opened`` is the checkpoint of a directory; None for a GGUF file.
+    ``checkpoint`` is the checkpoint of a directory; None for a GGUF file.
     """
     report.unsupported = error.detail_about(report.path)
-    if opened is not None:
-        tensors, files = len(opened.entries), len(opened.shards)
+    if checkpoint is not None:
+        tensors, files = len(checkpoint.entries), len(checkpoint.shards)
         report.notes.append(
             f"its headers are sound: {tensors} tensors fill {files} file(s) exactly"
         )
         if known_layout := next(
-            (name for name in opened.entries if name.endswith(_CODE_SUFFIXES)), None
+            (name for name in checkpoint.entries if name.endswith(_CODE_SUFFIXES)), None
         ):
             text = f"{report.unsupported}; but {known_layout} is of a layout that is read: is the name right?"
             report.warn("unreadable", CONFIG_FILE, text)

@@ -186,7 +186,7 @@ def group_steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
 def measure_rounding(
     target: Tensor,
     decoded: Tensor,
-    plain: Tensor,
+    rtn_decoded: Tensor,
     tensor: QuantizedTensor,
     inputs: Tensor | None = None,
     scheme: Scheme | None = None,
@@ -196,7 +196,7 @@ def measure_rounding(
     Args:
         target: the source's matrix, float32 ``[out, in]``.
         decoded: the stored matrix, decoded, float32 ``[out, in]``.
-        plain: ``target``, rounded to nearest.
+        rtn_decoded: ``target``, rounded to nearest.
         tensor: the stored tensor.
         inputs: observed inputs, ``[tokens, in]``; None weights all columns equally.
         scheme: the scheme with which it was rounded, if that is not the scheme of ``tensor``.
@@ -209,7 +209,9 @@ def measure_rounding(
         run = slice(first, first + panel)
         distance = step[run] if step is not None and len(step) == len(target) else step
         panel_sums.append(
-            _panel_sums(target[run], decoded[run], plain[run], distance, storage, inputs, width)
+            _panel_sums(
+                target[run], decoded[run], rtn_decoded[run], distance, storage, inputs, width
+            )
         )
     sums = {
         key: torch.cat([sums_of_panel[key] for sums_of_panel in panel_sums])
@@ -388,14 +390,15 @@ def find_damaged_part(
         | (factor < 1 / MAX_SCALE_FACTOR)
     )
     proven = bool(is_wrong.any())
-    shown, width = is_wrong if proven else damaged, value.shape[1] // groups
-    row, group = divmod(int((error.groups * shown).argmax()), groups)
-    location = (
-        f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_more_suffix(shown)}"
-    )
+    candidate_groups, width = is_wrong if proven else damaged, value.shape[1] // groups
+    row, group = divmod(int((error.groups * candidate_groups).argmax()), groups)
+    location = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_more_suffix(candidate_groups)}"
     if not proven:
-        excess = 1 / float(factor[row, group])
-        return f"{location}: the scale is {excess:.3g} times what fits the source's weights", False
+        scale_ratio = 1 / float(factor[row, group])
+        return (
+            f"{location}: the scale is {scale_ratio:.3g} times what fits the source's weights",
+            False,
+        )
     nearest_share = f"{float(is_nearest.float().mean()):.2%}"
     text = f"{location}: the codes are not those nearest to the source's weights, as {nearest_share} of the tensor are"
     return text, True

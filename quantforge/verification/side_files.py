@@ -85,7 +85,7 @@ def check_side_files(report: Report, artifact: Artifact, source: SourceModel) ->
             compare_files(report, artifact_files, source_files)
         else:  # a GGUF file has tokens and templates, and not all that a tokenizer does with them
             tokens, expected = (
-                token_ids(side.document(TOKENIZER)) for side in (artifact_files, source_files)
+                token_ids(files.document(TOKENIZER)) for files in (artifact_files, source_files)
             )
             common_tokens = {token: tokens[token] for token in expected.keys() & tokens.keys()}
             changes = chain(
@@ -100,7 +100,13 @@ def check_side_files(report: Report, artifact: Artifact, source: SourceModel) ->
 def compare_files(report: Report, artifact_files: SideFiles, source_files: SideFiles) -> None:
     """Compare all side files of two directories."""
     common_names = artifact_files.documents.keys() & source_files.documents.keys()
-    plain = common_names - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
+    ordinary_names = common_names - {
+        TOKENIZER,
+        SETTINGS,
+        GENERATION,
+        *REDUNDANT_FILES,
+        *QUANTIZATION_FILES,
+    }
     changes = chain(
         _config_changes(artifact_files.config, source_files.config),
         iterate_changes(
@@ -110,7 +116,7 @@ def compare_files(report: Report, artifact_files: SideFiles, source_files: SideF
         ),
         *(
             iterate_changes(artifact_files.documents[n], source_files.documents[n], (n,))
-            for n in sorted(plain)
+            for n in sorted(ordinary_names)
         ),
     )
     report_changes(report, changes, artifact_files, source_files)
@@ -176,7 +182,8 @@ def _config_changes(
         read_config(source_config, source_config),
     )
     without_storage = [
-        {k: v for k, v in side.items() if k not in STORAGE_KEYS} for side in (config, source_config)
+        {k: v for k, v in values.items() if k not in STORAGE_KEYS}
+        for values in (config, source_config)
     ]
     if not source_normalized:
         normalized, source_normalized = without_storage
@@ -202,17 +209,17 @@ def _tokenizer_changes(artifact_files: SideFiles, source_files: SideFiles) -> It
         InputError: the artifact's tokenizer cannot be read.
     """
     names = (SETTINGS, *sorted(REDUNDANT_FILES), TOKENIZER)
-    changed = [
+    changed_sections = [
         name for name in names if artifact_files.files.get(name) != source_files.files.get(name)
     ]
     if (
-        not changed
+        not changed_sections
         or TOKENIZER not in artifact_files.documents
         or TOKENIZER not in source_files.documents
     ):
         return
     tokenizer, source_tokenizer = (
-        normalize_tokenizer(side.document(TOKENIZER)) for side in (artifact_files, source_files)
+        normalize_tokenizer(files.document(TOKENIZER)) for files in (artifact_files, source_files)
     )
     settings, source_settings = artifact_files.document(SETTINGS), source_files.document(SETTINGS)
     settings_tokenizer = saved = source_tokenizer
@@ -222,7 +229,7 @@ def _tokenizer_changes(artifact_files: SideFiles, source_files: SideFiles) -> It
         pass
     else:
         settings, settings_tokenizer = load_tokenizer(artifact_files)
-    file = TOKENIZER if TOKENIZER in changed else changed[0]
+    file = TOKENIZER if TOKENIZER in changed_sections else changed_sections[0]
     tree_changes = [
         change
         for section in {**source_tokenizer, **tokenizer}
@@ -232,7 +239,7 @@ def _tokenizer_changes(artifact_files: SideFiles, source_files: SideFiles) -> It
         )
     ]
     yield from tree_changes or iterate_changes(settings_tokenizer, saved, (file,))
-    yield from iterate_changes(settings, source_settings, (changed[0],))
+    yield from iterate_changes(settings, source_settings, (changed_sections[0],))
 
 
 def template_changes(artifact_files: SideFiles, source_files: SideFiles) -> Iterator[Change]:
@@ -247,7 +254,8 @@ def template_changes(artifact_files: SideFiles, source_files: SideFiles) -> Iter
     used_by_transformers, reported = _templates_by_name(source_files.files), set[str]()
     for layout in ("", *chat_templates.LAYOUTS):
         templates, source_templates = (
-            _templates_by_name(side.files, layout) for side in (artifact_files, source_files)
+            _templates_by_name(side_files.files, layout)
+            for side_files in (artifact_files, source_files)
         )
         for name in {**templates, **source_templates} if not layout else templates:
             file, text = templates.get(name, ("", ABSENT))
@@ -303,8 +311,8 @@ class Rule(NamedTuple):
 def _is_stored_type(change: Change, artifact_files: SideFiles, source_files: SideFiles) -> bool:
     names = {
         TORCH_NAMES.get(kind)
-        for side in (artifact_files, source_files)
-        for kind in side.tensors.values()
+        for files in (artifact_files, source_files)
+        for kind in files.tensors.values()
     }
     return change.value is ABSENT or change.value in names
 
@@ -451,17 +459,17 @@ def _without_code(value: Any) -> Any:
     return [_without_code(item) for item in value] if isinstance(value, list) else value
 
 
-def read_generation_settings(side: SideFiles) -> dict[str, Any]:
+def read_generation_settings(side_files: SideFiles) -> dict[str, Any]:
     """Return the generation settings that have an effect; those of ``config.json`` if there is no file."""
     from transformers import GenerationConfig
 
     settings, defaults = (
-        side.document(GENERATION),
+        side_files.document(GENERATION),
         GenerationConfig._get_default_generation_params(),
     )
-    if GENERATION not in side.files:
+    if GENERATION not in side_files.files:
         known = generation_keys() - {"use_cache", "transformers_version"}
-        configs = (text_config(side.config), side.config)
+        configs = (text_config(side_files.config), side_files.config)
         settings = {key: config[key] for config in configs for key in known & config.keys()}
     return {
         key: [value] if key.endswith("_token_id") and type(value) is int else value

@@ -224,13 +224,13 @@ class TensorChecks:
     def _scaled_source_weight(self, name: str) -> Tensor | None:
         """Return a weight of the source with the scales that were folded into it."""
         value = None if self._source is None else self._source.weight(name)
-        module, _, leaf = name.rpartition(".")
-        if value is not None and leaf == "bias":
+        module, _, parameter = name.rpartition(".")
+        if value is not None and parameter == "bias":
             factor = self._folded_scales.row_scales.get(
                 module, self._folded_scales.norm_scales.get(module)
             )
             return value if factor is None else value * factor
-        if value is None or value.dim() != 2 or leaf != "weight":
+        if value is None or value.dim() != 2 or parameter != "weight":
             return value
         return self._folded_scales.apply(module, value)
 
@@ -513,9 +513,9 @@ class TensorChecks:
 
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
         """Compare the nonzero weights of a sparse tensor: equal to the source's, or adjusted by SparseGPT."""
-        remaining = value != 0
-        is_wrong = remaining & ~_is_cast(value, target)
-        weights, source = value.float(), target.masked_fill(~remaining, 0.0)
+        is_nonzero = value != 0
+        is_wrong = is_nonzero & ~_is_cast(value, target)
+        weights, source = value.float(), target.masked_fill(~is_nonzero, 0.0)
         product, norms, source_norms = (
             (weights * source).sum(-1),
             weights.norm(dim=-1),
@@ -528,10 +528,10 @@ class TensorChecks:
         if not bool(is_wrong.any()) or (self._may_change_values and not bool(dissimilar.any())):
             self.sparse_tensors.append(name)
             return
-        text = f"{int(is_wrong.sum())} of the {int(remaining.sum())} nonzero values differ from the source's"
+        text = f"{int(is_wrong.sum())} of the {int(is_nonzero.sum())} nonzero values differ from the source's"
         if bool(dissimilar.any()):
             text += f"; row {int(dissimilar.nonzero()[0])} does not resemble the source's"
-        proven = not self._may_change_values or 2 * int(is_wrong.sum()) <= int(remaining.sum())
+        proven = not self._may_change_values or 2 * int(is_wrong.sum()) <= int(is_nonzero.sum())
         (self._report.add if proven else self._report.warn)("unquantized-changed", name, text)
 
     # Findings about the whole model.

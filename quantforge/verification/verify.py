@@ -185,9 +185,9 @@ def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> N
     ):
         return  # it is quantized, a file, or the whole source was changed
     entries, source_entries = artifact.checkpoint.entries, source.checkpoint.entries
-    changed = any(
+    is_changed = any(
         name not in source_entries or source_entries[name].dtype != entry.dtype
         for name, entry in entries.items()
     )
-    if not changed and not any(item.check == "unquantized-changed" for item in report.findings):
+    if not is_changed and not any(item.check == "unquantized-changed" for item in report.findings):
         report.warn("nothing-quantized", report.path.name, "every tensor equals the source's")

@@ -150,12 +150,12 @@ class AttentionSpec:
         )
 
 
-def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
+def build_attend(spec: AttentionSpec, parallel: bool) -> ir.Module:
     """Build ``attend_run``: attention for a range of units, ``heads / heads_per_unit`` for each sequence."""
     module = ir.Module()
-    dtype, head = form.key_format.dtype, form.key_format.head_vectors
-    e = Emitter(module, "attend", form.key_format.lanes)
-    builder, heads_per_unit = e.builder, form.heads_per_unit
+    dtype, head = spec.key_format.dtype, spec.key_format.head_vectors
+    e = Emitter(module, "attend", spec.key_format.lanes)
+    builder, heads_per_unit = e.builder, spec.heads_per_unit
     heads, kv_heads, pages = (
         e.load_word(index) for index in (ARG_HEADS, ARG_KV_HEADS, ARG_TABLE_STRIDE)
     )
@@ -166,11 +166,11 @@ def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
     with e.loop(e.first, e.last) as (unit, _):
         first = e.scale_index(unit, heads_per_unit)  # of all query heads
         sequence = builder.udiv(first, heads)
-        kv_head = builder.udiv(builder.urem(first, heads), I64(form.queries_per_kv_head))
+        kv_head = builder.udiv(builder.urem(first, heads), I64(spec.queries_per_kv_head))
         length = _load_int32(e, e.load_address(ARG_LENGTHS), sequence)
         start = I64(0)
-        if form.window:
-            start = builder.sub(length, I64(form.window))
+        if spec.window:
+            start = builder.sub(length, I64(spec.window))
             start = builder.select(builder.icmp_signed(">", start, I64(0)), start, I64(0))
         row = builder.gep(table, [e.scale_index(builder.mul(sequence, pages), 4)])
 
@@ -191,11 +191,11 @@ def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
             )
             for i in range(head):
                 value = e.load_floats(queries, e.scale_index(query, head, i), dtype)
-                value = builder.fmul(value, e.splat(F32, form.scale))
+                value = builder.fmul(value, e.splat(F32, spec.scale))
                 e.store_floats(value, scaled_queries[g], I64(i), torch.float32)
-        _emit_scores(e, form, (start, length), head_number_of, scaled_queries, scores)
-        totals = [_emit_softmax(e, form, base, (start, length)) for base in scores]
-        sums = _emit_weighted_values(e, form, (start, length), head_number_of, scores)
+        _emit_scores(e, spec, (start, length), head_number_of, scaled_queries, scores)
+        totals = [_emit_softmax(e, spec, base, (start, length)) for base in scores]
+        sums = _emit_weighted_values(e, spec, (start, length), head_number_of, scores)
         for g, total in enumerate(totals):
             for i in range(head):
                 value = builder.fdiv(sums[g * head + i], e.broadcast(total))
@@ -208,7 +208,7 @@ def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
 
 def _emit_scores(
     e: Emitter,
-    form: AttentionSpec,
+    spec: AttentionSpec,
     tokens: TokenRange,
     head_number_of: HeadNumber,
     queries: list[Value],
@@ -217,7 +217,7 @@ def _emit_scores(
     """Write code that stores the logits of every visible token, oldest first, for every query head."""
     builder, keys = e.builder, load_pool_addresses(e, ARG_KEYS)
     with e.loop(*tokens) as (token, _):
-        key = emit_load_head(e, form.key_format, keys, head_number_of(token))
+        key = emit_load_head(e, spec.key_format, keys, head_number_of(token))
         for query, score in zip(queries, scores, strict=True):
             dot = e.splat(F32, 0.0)
             for i, key_vector in enumerate(key):
@@ -226,7 +226,7 @@ def _emit_scores(
             e.store(e.sum_lanes(dot), score, e.scale_index(index, 4))
 
 
-def _emit_softmax(e: Emitter, form: AttentionSpec, scores: Value, tokens: TokenRange) -> Value:
+def _emit_softmax(e: Emitter, spec: AttentionSpec, scores: Value, tokens: TokenRange) -> Value:
     """Write code that replaces logits by ``exp(logit - max)``; return their sum."""
     builder, kind = e.builder, e.vector_type(F32)
     count = builder.sub(tokens[1], tokens[0])
@@ -235,8 +235,8 @@ def _emit_softmax(e: Emitter, form: AttentionSpec, scores: Value, tokens: TokenR
     lowest = e.splat(F32, -math.inf)
     with e.loop(I64(0), vectors, [lowest]) as (i, maxima):
         value = e.load_floats(scores, i, torch.float32)
-        if form.softcap:
-            value = _emit_softcap(e, value, form.softcap)
+        if spec.softcap:
+            value = _emit_softcap(e, value, spec.softcap)
         number = builder.add(lane, e.broadcast(builder.trunc(e.scale_index(i, e.lanes), I32)))
         is_visible = builder.icmp_signed("<", number, e.broadcast(builder.trunc(count, I32)))
         value = builder.select(is_visible, value, lowest)
@@ -262,7 +262,7 @@ def _emit_softcap(e: Emitter, value: Value, cap: float) -> Value:
 
 def _emit_weighted_values(
     e: Emitter,
-    form: AttentionSpec,
+    spec: AttentionSpec,
     tokens: TokenRange,
     head_number_of: HeadNumber,
     scores: list[Value],
@@ -271,11 +271,11 @@ def _emit_weighted_values(
     builder, values, head = (
         e.builder,
         load_pool_addresses(e, ARG_VALUES),
-        form.value_format.head_vectors,
+        spec.value_format.head_vectors,
     )
     start = [e.splat(F32, 0.0)] * (len(scores) * head)
     with e.loop(*tokens, start) as (token, sums):
-        value = emit_load_head(e, form.value_format, values, head_number_of(token))
+        value = emit_load_head(e, spec.value_format, values, head_number_of(token))
         index = e.scale_index(builder.sub(token, tokens[0]), 4)
         for g, score in enumerate(scores):
             weight = e.broadcast(e.load(score, index, F32))
@@ -318,12 +318,17 @@ def build_store(
             formats, measured, _STORE_ARGS, strict=True
         ):
             source = builder.gep(e.load_address(new), [builder.mul(token, e.load_word(stride))])
-            before = e.load_address(scales) if has_scale else None
+            measured_scale = e.load_address(scales) if has_scale else None
             with e.loop(I64(0), heads) as (head, _):
                 base = builder.gep(source, [e.scale_index(head, width)])
                 number = builder.add(builder.mul(slot, heads), head)
                 _emit_store_head(
-                    e, head_format, base, load_pool_addresses(e, pool), (number, head), before
+                    e,
+                    head_format,
+                    base,
+                    load_pool_addresses(e, pool),
+                    (number, head),
+                    measured_scale,
                 )
     builder.ret_void()
     add_entry_point(module, "store", parallel=parallel)
@@ -354,10 +359,10 @@ def _emit_store_head(
     for r in range(groups):
         group = values[r * head_format.vectors_per_scale : (r + 1) * head_format.vectors_per_scale]
         index = e.scale_index(number, groups, r)
-        before = None
+        scale_before = None
         if measured is not None:
-            before = e.load(measured, e.scale_index(e.scale_index(head, groups, r), 4), F32)
-        codes += _emit_quantized_run(e, head_format, group, pool, (index, before))
+            scale_before = e.load(measured, e.scale_index(e.scale_index(head, groups, r), 4), F32)
+        codes += _emit_quantized_run(e, head_format, group, pool, (index, scale_before))
     if head_format.kind == "int4":
         half, four_bits = head_format.head_vectors // 2, e.splat(I32, 4)
         codes = [

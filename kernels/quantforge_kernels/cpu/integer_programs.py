@@ -161,9 +161,11 @@ def build_decode(spec: ProgramSpec, parallel: bool) -> ir.Module:
                 else weights.load_parameter(spec.zero_kind, tile, unit, i)
             )
             for column in range(i * blocks.block_columns, (i + 1) * blocks.block_columns):
-                pair_index, upper = locate_pair(column)
+                pair_index, is_high_half = locate_pair(column)
                 pair = builder.bitcast(codes[pair_index], e.vector_type(I32))
-                code = builder.lshr(pair, half_bits) if upper else builder.and_(pair, low_mask)
+                code = (
+                    builder.lshr(pair, half_bits) if is_high_half else builder.and_(pair, low_mask)
+                )
                 value = builder.sitofp(code, e.vector_type(F32))
                 if spec.zero_kind == "centre":
                     value = builder.fsub(value, e.splat(F32, spec.center_code))
@@ -544,10 +546,10 @@ class IntegerWeightLoader:
         value = self._load_level(name, tile, unit, i, self.spec.blocks.blocks_per_group)
         upper_name = _SUPERBLOCK_PARAMS.get(name)
         if upper_name in self.param_addresses:
-            upper = self._load_level(
+            group_scale = self._load_level(
                 upper_name, tile, unit, i, self.spec.blocks.blocks_per_superblock
             )
-            value = self.e.builder.fmul(value, upper)
+            value = self.e.builder.fmul(value, group_scale)
         return value
 
     def _load_level(

@@ -74,8 +74,8 @@ def max_linear_rows(x: Tensor, weight: Tensor) -> int:
 
 def accepts_cache(head_dim: int, kinds: tuple[str, str], *values: Tensor) -> bool:
     """Return whether `attend` and `store_kv` handle these tensors with a cache of these two kinds (keys, values)."""
-    halves = 2 if "int4" in kinds else 1
-    return accepts(head_dim // halves, *values)
+    codes_per_byte = 2 if "int4" in kinds else 1
+    return accepts(head_dim // codes_per_byte, *values)
 
 
 def add_rms_norm(
@@ -234,7 +234,7 @@ def _threads(x: Tensor) -> int:
 
 
 @cache
-def _compile_layer_program(instruction_set: str, lanes: int, *form: Any) -> Program:
+def _compile_layer_program(instruction_set: str, lanes: int, *arguments: Any) -> Program:
     from quantforge_kernels.cpu import compiler, dense, layer_programs
 
     make: dict[str, Callable[..., Any]] = {
@@ -245,7 +245,7 @@ def _compile_layer_program(instruction_set: str, lanes: int, *form: Any) -> Prog
         "linear": dense.build_linear,
     }
     return compiler.Program(
-        make[instruction_set](*form, lanes, compiler.load_openmp()), instruction_set
+        make[instruction_set](*arguments, lanes, compiler.load_openmp()), instruction_set
     )
 
 
@@ -277,9 +277,9 @@ def _compile_attention(
     """Return the number of query heads of a unit of work, and the program."""
     from quantforge_kernels.cpu import cache_programs, compiler
 
-    form = cache_programs.AttentionSpec(
+    spec = cache_programs.AttentionSpec(
         *formats, group, options.scale, options.softcap, options.window
     )
-    return form.heads_per_unit, compiler.Program(
-        cache_programs.build_attend(form, compiler.load_openmp()), "attend"
+    return spec.heads_per_unit, compiler.Program(
+        cache_programs.build_attend(spec, compiler.load_openmp()), "attend"
     )

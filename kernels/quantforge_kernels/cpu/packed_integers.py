@@ -214,7 +214,7 @@ get_product_plan = cache(ProductPlan)
 
 
 @cache
-def _compile_program(name: str, form: ProgramSpec) -> Program:
+def _compile_program(name: str, spec: ProgramSpec) -> Program:
     from quantforge_kernels.cpu import compiler, integer_programs
 
     make = {
@@ -222,7 +222,7 @@ def _compile_program(name: str, form: ProgramSpec) -> Program:
         "grouped": integer_programs.build_grouped_multiply,
         "decode": integer_programs.build_decode,
     }
-    return compiler.Program(make[name](form, compiler.load_openmp()), name)
+    return compiler.Program(make[name](spec, compiler.load_openmp()), name)
 
 
 def matmul(x: Tensor, packed: PackedWeight, spec: MatmulSpec) -> Tensor:

@@ -34,8 +34,8 @@ def cache_folder() -> Path | None:
         return Path(os.environ[CACHE_VARIABLE]).absolute() if os.environ[CACHE_VARIABLE] else None
     caches = os.environ.get("XDG_CACHE_HOME") or ""
     home_cache = os.path.expanduser("~/.cache")  # noqa: PTH111 - of Path it raises where there is no home
-    home = Path(caches if Path(caches).is_absolute() else home_cache)
-    return home / "quantforge" / "programs" if home.is_absolute() else None
+    cache_home = Path(caches if Path(caches).is_absolute() else home_cache)
+    return cache_home / "quantforge" / "programs" if cache_home.is_absolute() else None
 
 
 def load_program(key: str) -> bytes | None:

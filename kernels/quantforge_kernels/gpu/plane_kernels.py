@@ -330,9 +330,9 @@ def _find_expert_tile(
     ends = tl.cumsum((after - first + BLOCK_M - 1) // BLOCK_M, 0)
     is_passed = ends <= tile  # of owners before this one; all where no pair is left
     expert = tl.sum(tl.where(is_expert & is_passed, 1, 0), 0)
-    before = tl.max(tl.where(is_passed, ends, 0), 0)
+    tiles_before = tl.max(tl.where(is_passed, ends, 0), 0)
     last = tl.minimum(expert, num_matrices - 1)
-    first_column = tl.load(starts_ptr + last) + (tile - before) * BLOCK_M
+    first_column = tl.load(starts_ptr + last) + (tile - tiles_before) * BLOCK_M
     end = tl.where(expert < num_matrices, tl.load(starts_ptr + last + 1), 0)
     offset = first_column + tl.arange(0, BLOCK_M)
     valid_words = offset < end

@@ -168,14 +168,14 @@ def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | Non
 def gemma3_config(keys: GgufKeys) -> dict[str, Any]:
     """Return the ``config.json`` that the keys of a GGUF file describe."""
     sliding_base = keys.get_float("rope.freq_base_swa", 10_000.0)
-    full: dict[str, Any] = {
+    full_rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": keys.get_float("rope.freq_base", 1e6),
     }
     if keys.get_str("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": keys.get_float("rope.scaling.factor", 1.0)}
-    local = {"rope_type": "default", "rope_theta": sliding_base}
-    rope = {"full_attention": full, "sliding_attention": local}
+        full_rope |= {"rope_type": "linear", "factor": keys.get_float("rope.scaling.factor", 1.0)}
+    sliding_rope = {"rope_type": "default", "rope_theta": sliding_base}
+    rope = {"full_attention": full_rope, "sliding_attention": sliding_rope}
     return {**sliding_window_config(keys, period=6), "rope_parameters": rope}
 
 

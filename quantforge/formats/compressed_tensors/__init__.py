@@ -299,8 +299,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             targets.setdefault(layer, []).append(module)
     if len(targets) == 1 and not any("embed" in module for module in modules):
         # A head by name too: its module in SGLang is not a Linear, and one that no target names is read as unquantized.
-        named = [module for module in modules if module == head_module(config)]
-        targets = {layer: ["Linear", *named] for layer in targets}
+        head_modules = [module for module in modules if module == head_module(config)]
+        targets = {layer: ["Linear", *head_modules] for layer in targets}
     formats = list(dict.fromkeys(format_name(layer) for layer in targets))
     quantization: dict[str, Any] = {
         "quant_method": KEY,
@@ -365,21 +365,27 @@ def find_layouts(
     family = architecture_of(config)
     result = []
     for name in dict.fromkeys(names):
-        chosen = group_of_module(name, parsed_groups)
+        group_of_layer = group_of_module(name, parsed_groups)
         packed = f"{name}{linears.PACKED_SUFFIX}" in tensors
         if (
-            packed != (chosen.kind not in UNPACKED_FORMATS)
-            and chosen.kind not in UNSPECIFIC_FORMATS
+            packed != (group_of_layer.kind not in UNPACKED_FORMATS)
+            and group_of_layer.kind not in UNSPECIFIC_FORMATS
         ):
             packing = "packed" if packed else "not packed"
             raise contradiction_error(
-                f"the format of its group is {chosen.kind!r}", f"{name} is {packing}", name
+                f"the format of its group is {group_of_layer.kind!r}", f"{name} is {packing}", name
             )
         transposed = (
-            untransposed_scheme(chosen.layer.weight) if family and family.transposed else None
+            untransposed_scheme(group_of_layer.layer.weight)
+            if family and family.transposed
+            else None
         )
         if transposed is not None:
             result.append(linears.read_transposed_layout(name, transposed, tensors))
             continue
-        result.append(linears.read_layout(name, chosen.layer, tensors, act_order=chosen.act_order))
+        result.append(
+            linears.read_layout(
+                name, group_of_layer.layer, tensors, act_order=group_of_layer.act_order
+            )
+        )
     return result

@@ -180,18 +180,18 @@ def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
 def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> FilePlan:
     """Compute the offsets of all parts of one file."""
     header = header_bytes(metadata, tensors)
-    fixed, tensor_offsets = [(0, header)], []
+    fixed_bytes, tensor_offsets = [(0, header)], []
     offset = len(header)
     for tensor in tensors:
         if tensor.fixed is not None:
-            fixed.append((offset, tensor.fixed))
+            fixed_bytes.append((offset, tensor.fixed))
         else:
             start = offset
             for piece in tensor.outputs():
                 tensor_offsets.append((piece, start))
                 start += piece.nbytes
         offset += round_up_to_alignment(tensor.nbytes)
-    return FilePlan(name, offset, tuple(fixed), tuple(tensor_offsets))
+    return FilePlan(name, offset, tuple(fixed_bytes), tuple(tensor_offsets))
 
 
 def round_up_to_alignment(size: int, alignment: int = ALIGNMENT) -> int:
@@ -200,7 +200,7 @@ def round_up_to_alignment(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def _check_names(tensors: Iterable[GgufTensor]) -> None:
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     for tensor in tensors:
         if len(tensor.name.encode()) > MAX_NAME_BYTES:
             raise InputError(
@@ -208,9 +208,9 @@ def _check_names(tensors: Iterable[GgufTensor]) -> None:
                 "the tensor cannot be stored under this name",
                 tensor=tensor.name,
             )
-        if tensor.name in seen:
+        if tensor.name in seen_names:
             raise InputError(f"{tensor.name}: twice in one file", tensor=tensor.name)
-        seen.add(tensor.name)
+        seen_names.add(tensor.name)
 
 
 def _string_bytes(value: str) -> bytes:

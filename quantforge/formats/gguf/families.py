@@ -104,7 +104,9 @@ def gguf_names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dic
     """
     canonical = tuple(canonical)
     names = {
-        name: named for name, named in _map_names(family, blocks, canonical) if named is not None
+        name: gguf_name
+        for name, gguf_name in _map_names(family, blocks, canonical)
+        if gguf_name is not None
     }
     unnamed = [name for name in canonical if name not in names]
     if unnamed:
@@ -138,9 +140,9 @@ def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tup
     canonical = [item.name for item in declared.outer]
     canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
     names: dict[str, list[str]] = {}
-    for name, named in _map_names(family, blocks, dict.fromkeys(canonical)):
-        if named is not None:
-            names.setdefault(named.name, []).append(name)
+    for name, gguf_name in _map_names(family, blocks, dict.fromkeys(canonical)):
+        if gguf_name is not None:
+            names.setdefault(gguf_name.name, []).append(name)
     block_paths = [f"{declared.blocks}.{block}" for block in range(blocks)]
     joined = {
         f"{block_path}.{name}": [
@@ -153,9 +155,9 @@ def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tup
         for block_path in block_paths
     }
     names |= {
-        f"{named.name}.weight": joined[name]
-        for name, named in _map_names(family, blocks, joined)
-        if named is not None
+        f"{gguf_name.name}.weight": joined[name]
+        for name, gguf_name in _map_names(family, blocks, joined)
+        if gguf_name is not None
     }
     return {name: tuple(group) for name, group in names.items()}
 
@@ -202,11 +204,11 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
     block, suffix = match.groups()
     tables = (gguf.TensorNameMap.block_mappings_cfg, gguf.TensorNameMap.mappings_cfg)
     forms = {
-        form.rpartition("{bid}.")[2]
+        pattern.rpartition("{bid}.")[2]
         for table in tables
         for kind, known in table.items()
         if gguf.TENSOR_NAMES[kind].rpartition(".")[2] == suffix
-        for form in known
+        for pattern in known
     }
     possible_names = [
         name

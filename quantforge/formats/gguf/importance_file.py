@@ -157,8 +157,8 @@ def _gguf_bytes(imatrix: Imatrix) -> bytes:
     }
     plan = file_plan("imatrix.gguf", keys, tensors)
     data = bytearray(plan.size)
-    for offset, fixed in plan.fixed:
-        data[offset : offset + len(fixed)] = fixed
+    for offset, fixed_bytes in plan.fixed:
+        data[offset : offset + len(fixed_bytes)] = fixed_bytes
     return bytes(data)
 
 
@@ -175,13 +175,13 @@ def _read_gguf(path: Path, wants_entry: _WantsEntry) -> Imatrix:
         if not name.endswith(_SUMS):
             continue
         weight = name.removesuffix(_SUMS)
-        counted = file.tensors.get(weight + _COUNTS)
+        counts_tensor = file.tensors.get(weight + _COUNTS)
         matrices = 1 if len(table.shape) == 1 else table.shape[0]
         if (
-            counted is None
-            or (table.type, counted.type) != ("F32", "F32")
+            counts_tensor is None
+            or (table.type, counts_tensor.type) != ("F32", "F32")
             or len(table.shape) > 2
-            or counted.shape not in ((matrices, 1), (matrices,))
+            or counts_tensor.shape not in ((matrices, 1), (matrices,))
         ):
             raise InputError(
                 f"{weight}: sums and counts do not fit",
@@ -193,7 +193,8 @@ def _read_gguf(path: Path, wants_entry: _WantsEntry) -> Imatrix:
         if not wants_entry(weight, math.prod(table.shape), matrices):
             continue
         sums, counts = (
-            read_tensor(table_pair.raw()).view(matrices, -1) for table_pair in (table, counted)
+            read_tensor(table_pair.raw()).view(matrices, -1)
+            for table_pair in (table, counts_tensor)
         )
         if not bool(counts.isfinite().all()):
             raise InputError(

@@ -40,9 +40,9 @@ def general_keys(
 
 def phi3_space_stripping(name: str, tokens: Sequence[str]) -> Callable[[str], bool]:
     """Return a predicate: whether llama.cpp strips spaces after an added token, as it does in models named Phi-3."""
-    named = bool(_NAMED_PHI3.search(name)) and set(tokens) >= _PHI3_TOKENS
+    is_phi3 = bool(_NAMED_PHI3.search(name)) and set(tokens) >= _PHI3_TOKENS
     unstripped = _PHI3_TOKENS - {"</s>"}
-    return lambda string_value: named and string_value not in unstripped
+    return lambda string_value: is_phi3 and string_value not in unstripped
 
 
 def provenance_keys(

@@ -137,19 +137,19 @@ def assign_types(
     names = [name for name, _ in ordered]
     tied = "output.weight" not in names
     values = [name for name in names if _is_value(name)]
-    chosen: dict[str, str] = {}
+    type_by_name: dict[str, str] = {}
     value = 0
     rows = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up"), 0)
     for name, columns in ordered:
         matrix = next((matrix_name for matrix_name in rows if matrix_name in name), "")
         if base in FLOAT_TYPES:
-            chosen[name] = base
+            type_by_name[name] = base
         elif name == "output.weight" or (tied and name in EMBEDDING_TENSORS):
-            chosen[name] = output_type(mixture, base, columns)
+            type_by_name[name] = output_type(mixture, base, columns)
         elif name in EMBEDDING_TENSORS:
-            chosen[name] = _embedding_type(mixture, base)
+            type_by_name[name] = _embedding_type(mixture, base)
         elif _is_value(name):
-            chosen[name] = _values_type(mixture, base, value, len(values), shape)
+            type_by_name[name] = _values_type(mixture, base, value, len(values), shape)
             value += 1
         elif matrix:
             index = (
@@ -158,13 +158,13 @@ def assign_types(
                 else rows[matrix]
             )
             choose = _down_type if matrix == "ffn_down" else _gate_up_type
-            chosen[name] = choose(mixture, base, index, shape)
+            type_by_name[name] = choose(mixture, base, index, shape)
             rows[matrix] += 1
         elif "attn_output.weight" in name:
-            chosen[name] = _attention_output_type(mixture, base, shape)
+            type_by_name[name] = _attention_output_type(mixture, base, shape)
         else:
-            chosen[name] = _other_type(mixture, base, name, shape)
-    return chosen
+            type_by_name[name] = _other_type(mixture, base, name, shape)
+    return type_by_name
 
 
 def _is_value(name: str) -> bool:
@@ -211,31 +211,35 @@ def _gate_up_type(mixture: str, base: str, index: int, shape: ModelShape) -> str
 
 def _values_type(mixture: str, base: str, index: int, count: int, shape: ModelShape) -> str:
     grouped = shape.heads // shape.kv_heads >= 4
-    chosen = base
+    type_name = base
     if mixture in _LOW_BIT_MIXTURES:
         raised = "IQ3_S" if mixture in _RAISED_TO_IQ3_S else "Q2_K"
         return "Q4_K" if grouped or shape.experts >= _FEW_EXPERTS else raised
     if mixture == "IQ3_M" or (mixture in {"IQ3_XXS", "IQ3_XS", "IQ3_S"} and grouped):
-        chosen = "Q4_K"
+        type_name = "Q4_K"
     elif mixture == "IQ3_XXS":
-        chosen = "IQ3_XXS" if shape.importance else "IQ3_S"
+        type_name = "IQ3_XXS" if shape.importance else "IQ3_S"
     elif mixture == "Q2_K":
-        chosen = "Q4_K" if grouped else "Q3_K"
+        type_name = "Q4_K" if grouped else "Q3_K"
     elif mixture == "Q2_K_S" and grouped:
-        chosen = "Q4_K"
+        type_name = "Q4_K"
     elif mixture == "Q3_K_M":
-        chosen = "Q5_K" if index < 2 else "Q4_K"
+        type_name = "Q5_K" if index < 2 else "Q4_K"
     elif (
         mixture == "Q3_K_L"
         or (mixture in {"IQ4_NL", "IQ4_XS"} and grouped)
         or (mixture == "Q4_K_S" and index < 4)
     ):
-        chosen = "Q5_K"
+        type_name = "Q5_K"
     elif mixture in {"Q4_K_M", "Q5_K_M"} and _has_more_bits(index, count):
-        chosen = "Q6_K"
-    if shape.layers == _LAYERS_70B and shape.heads != shape.kv_heads and chosen in {"Q3_K", "Q4_K"}:
-        chosen = "Q5_K"
-    return "Q8_0" if shape.experts == _EIGHT_EXPERTS else chosen
+        type_name = "Q6_K"
+    if (
+        shape.layers == _LAYERS_70B
+        and shape.heads != shape.kv_heads
+        and type_name in {"Q3_K", "Q4_K"}
+    ):
+        type_name = "Q5_K"
+    return "Q8_0" if shape.experts == _EIGHT_EXPERTS else type_name
 
 
 # The second matrices of the MLP in the first blocks, and in the others.
@@ -316,8 +320,8 @@ def _mixture_distances(
     Empty where no mixture is mostly of the commonest type: only other programs write that, under their own numbers.
     """
     types = _types_in_blocks(shapes)
-    named = {base for _, base in MIXTURES.values()}
-    if not types or Counter(types.values()).most_common(1)[0][0] not in named:
+    base_types = {base for _, base in MIXTURES.values()}
+    if not types or Counter(types.values()).most_common(1)[0][0] not in base_types:
         return {}
     columns = {name: size[-1] for name, (_, size) in shapes.items() if len(size) > 1}
     distances: dict[int, int] = {}

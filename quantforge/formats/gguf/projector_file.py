@@ -83,8 +83,10 @@ class ProjectorFile:
             check_finite(name, value)
             if tensor.plus_one:
                 value = value.float() + 1
-            if side := tensor.patch_size:  # colours of a pixel beside each other become planes
-                value = value.reshape(len(value), side, side, -1).permute(0, 3, 1, 2)
+            if (
+                patch_side := tensor.patch_size
+            ):  # colours of a pixel beside each other become planes
+                value = value.reshape(len(value), patch_side, patch_side, -1).permute(0, 3, 1, 2)
             value = interleave_rotary_rows(value, tensor.rotary_heads)
             values = (
                 value.chunk(len(tensor.gguf_names), tensor.axis)
@@ -123,21 +125,23 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
         for tensor_name, entry in checkpoint.entries.items()
         if matches_any(architecture.foreign_patterns, tensor_name)
     ]
-    named = {declared.canonical_name(entry.name): entry for entry in entries}
+    entries_by_name = {declared.canonical_name(entry.name): entry for entry in entries}
     expected = {tensor.name: tensor for tensor in declared.tensors}
     unread = {
         tensor_name
-        for tensor_name in named
+        for tensor_name in entries_by_name
         if matches_any(declared.unused_tensors + declared.omitted_towers, tensor_name)
     }
     _require_none(
         "has twice",
-        [entry.name for entry in entries if entry not in named.values()],
+        [entry.name for entry in entries if entry not in entries_by_name.values()],
     )
-    _require_none("misses", expected.keys() - named.keys())
-    _require_none("has, and llama.cpp has no place for,", named.keys() - expected.keys() - unread)
+    _require_none("misses", expected.keys() - entries_by_name.keys())
+    _require_none(
+        "has, and llama.cpp has no place for,", entries_by_name.keys() - expected.keys() - unread
+    )
     for tensor in declared.tensors:
-        entry = named[tensor.name]
+        entry = entries_by_name[tensor.name]
         if entry.shape != tensor.shape or entry.dtype not in _TYPES:
             raise InputError(
                 f"{entry.name}: {entry.dtype} {list(entry.shape)}, its configuration says {list(tensor.shape)}",
@@ -160,7 +164,7 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
             GgufTensor(declared.token_row.gguf_name, "F32", (declared.token_row.width,))
         )
     keys = _metadata_keys(declared, checkpoint, gguf_tensors)
-    tensors = {named[tensor.name].name: tensor for tensor in declared.tensors}
+    tensors = {entries_by_name[tensor.name].name: tensor for tensor in declared.tensors}
     events = _tower_events(declared, checkpoint.path.name, entries)
     return ProjectorFile(file_plan(name, keys, gguf_tensors), keys, tensors, row, events)
 

@@ -78,17 +78,17 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
         _mapping(config, "rope_parameters"),
         _mapping(config, "rope_scaling"),
     )
-    scaling, local = parameters or legacy_scaling, None
+    scaling, local_base = parameters or legacy_scaling, None
     if family.has_sliding_rope_base:
-        local = _local_base(config, _mapping(parameters, "sliding_attention"))
+        local_base = _local_base(config, _mapping(parameters, "sliding_attention"))
         scaling = _mapping(parameters, "full_attention") or scaling
     base = _positive_number(
         scaling, "rope_theta", config.get("rope_theta", family.default_rope_base)
     )
     kind = _rope_type(scaling)
-    changed = family.scaled_rope_base(config) if family.scaled_rope_base else None
-    if changed is not None:
-        base, kind = changed, ""
+    scaled_base = family.scaled_rope_base(config) if family.scaled_rope_base else None
+    if scaled_base is not None:
+        base, kind = scaled_base, ""
     if kind not in {*_UNSCALED, *family.rope_scalings}:
         raise RefusedError(
             f"rope scaling {kind!r} has no keys in GGUF for {family.arch}",
@@ -109,7 +109,7 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
         width=sizes.size(head) if head else int(sizes.head * rotated_share),
         base=base,
         kind="default" if kind in _UNSCALED else kind,
-        local_base=local,
+        local_base=local_base,
         original=_original_context(config, scaling),
         context=sizes.positions,
         settings=scaling,
@@ -296,8 +296,8 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
     if _yarn_range(rope, betas, rounded=_truncates(rope))[1] < 0:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context
-        short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
-        raise unsupported_in_gguf(short, "more")
+        problem = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
+        raise unsupported_in_gguf(problem, "more")
     known = betas if family.reads_yarn_betas else _BETAS
     if _yarn_range(rope, betas, rounded=True) != _yarn_range(rope, known, rounded=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())

@@ -49,8 +49,8 @@ def normalizer_differences(tokenizer: Mapping[str, Any]) -> Iterator[str]:
 
 def space_differences(tokenizer: Mapping[str, Any]) -> Iterator[str]:
     """Yield where llama.cpp adds a leading space and the SentencePiece BPE tokenizer does not."""
-    before = flatten_steps(tokenizer.get("normalizer"), "normalizers")
-    if any(node.get("type") == "Prepend" for node in before):
+    normalizer_steps = flatten_steps(tokenizer.get("normalizer"), "normalizers")
+    if any(node.get("type") == "Prepend" for node in normalizer_steps):
         return  # the text then begins with a space already, and Metaspace adds none
     for node in flatten_steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         scheme = prepend_scheme(node)
@@ -162,8 +162,8 @@ def added_token_differences(
             f"added tokens {first!a} and {second!a} can overlap: llama.cpp takes the longer one, wherever it begins"
         )
     for difference, texts in texts_by_difference.items():
-        shown = ", ".join(f"{text!a:.40}" for text in texts[:_MAX_SHOWN])
-        yield f"{len(texts)} added token(s) ({shown}) {difference}"
+        shown_texts = ", ".join(f"{text!a:.40}" for text in texts[:_MAX_SHOWN])
+        yield f"{len(texts)} added token(s) ({shown_texts}) {difference}"
 
 
 def _changed(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> bool:
@@ -280,9 +280,9 @@ def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str
             }
         )
     if not is_supported:
-        shown = ", ".join(kinds) or "none"
+        shown_kinds = ", ".join(kinds) or "none"
         first = "" if kind == "gpt2" else f"{SENTENCEPIECE_SPACE} as a space, and "
-        yield f"decoder {shown}: llama.cpp reads {first}pieces of bytes as bytes"
+        yield f"decoder {shown_kinds}: llama.cpp reads {first}pieces of bytes as bytes"
 
 
 def _reads_spaces(node: Mapping[str, Any]) -> bool:
@@ -316,9 +316,9 @@ def settings_differences(
     ].keys()
     unknown = [text for text in special_token_texts(settings) if text not in known]
     if unknown:
-        shown = ", ".join(f"{text!a:.40}" for text in unknown[:_MAX_SHOWN])
+        texts = ", ".join(f"{text!a:.40}" for text in unknown[:_MAX_SHOWN])
         yield (
-            f"{len(unknown)} special token(s) ({shown}) that tokenizer.json lacks: transformers gives them ids after "
+            f"{len(unknown)} special token(s) ({texts}) that tokenizer.json lacks: transformers gives them ids after "
             "the vocabulary; llama.cpp reads them as text"
         )
     if settings.get("split_special_tokens") is True:
@@ -351,5 +351,5 @@ def end_token_differences(
         if number not in stored_ends and tokens[number] not in _ALWAYS_ENDS
     ]
     if lost_ids:
-        shown = ", ".join(f"{tokens[number]!a}" for number in lost_ids[:_MAX_SHOWN])
-        yield f"eos_token_id: {shown}: there are keys for three tokens that end a text"
+        shown_texts = ", ".join(f"{tokens[number]!a}" for number in lost_ids[:_MAX_SHOWN])
+        yield f"eos_token_id: {shown_texts}: there are keys for three tokens that end a text"

@@ -130,11 +130,11 @@ class Vocabulary:
             metadata[f"tokenizer.ggml.{name}"] = bool_value(value)
         if "" in self.templates:
             metadata[TEMPLATE_KEY] = string_value(self.templates[""])
-        named = sorted(name for name in self.templates if name)
-        if named:
-            metadata["tokenizer.chat_templates"] = array_value(ValueType.STRING, named)
+        template_names = sorted(name for name in self.templates if name)
+        if template_names:
+            metadata["tokenizer.chat_templates"] = array_value(ValueType.STRING, template_names)
         return metadata | {
-            f"{TEMPLATE_KEY}.{name}": string_value(self.templates[name]) for name in named
+            f"{TEMPLATE_KEY}.{name}": string_value(self.templates[name]) for name in template_names
         }
 
 
@@ -296,14 +296,14 @@ def _fill_tokens(
             kinds[item["id"]] = TokenType.CONTROL if special else TokenType.USER_DEFINED
     beyond_rows = {number: piece for number, piece in pieces.items() if number >= rows}
     if beyond_rows:
-        shown = ", ".join(
+        shown_texts = ", ".join(
             f"{beyond_rows[number]!a:.60} (id {number})" for number in sorted(beyond_rows)[:3]
         )
         filled.events.append(
             Event(
                 "tokens-dropped",
                 path.name,
-                f"{len(beyond_rows)} token(s) past the {rows} rows of the embedding, {shown}: "
+                f"{len(beyond_rows)} token(s) past the {rows} rows of the embedding, {shown_texts}: "
                 "llama.cpp takes their names in a text for ordinary text",
             )
         )
@@ -444,9 +444,9 @@ def _recognize_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
     ignore_merges = bool(tokenizer["model"].get("ignore_merges", False))
     name = _PRE_TOKENIZERS.get((steps, ignore_merges))
     if name is None:
-        shown = " then ".join(step if len(step) < 60 else step[:60] + "..." for step in steps)
+        names = " then ".join(step if len(step) < 60 else step[:60] + "..." for step in steps)
         raise RefusedError(
-            f"tokenizer.json: unknown pre-tokenizer: {shown or 'none'}{', ignore_merges' if ignore_merges else ''}",
+            f"tokenizer.json: unknown pre-tokenizer: {names or 'none'}{', ignore_merges' if ignore_merges else ''}",
             "name llama.cpp's equivalent with --pre-tokenizer NAME (e.g. llama-bpe, qwen2, gpt-2)",
         )
     return name
@@ -473,8 +473,8 @@ def _pre_tokenizer_steps(node: object) -> tuple[str, ...]:
     if kind == "Split":
         pattern = node.get("pattern")
         text = pattern.get("Regex") if isinstance(pattern, Mapping) else None
-        plain = node.get("behavior") == "Isolated" and not node.get("invert", False)
-        if isinstance(text, str) and plain:
+        is_plain = node.get("behavior") == "Isolated" and not node.get("invert", False)
+        if isinstance(text, str) and is_plain:
             return (text,)
     return (f"a step {kind!r}",)
 
@@ -515,8 +515,10 @@ def _sentencepiece(
     if pre is None:
         _check_merges(path, vocab, pairs, added_texts)
     built = Vocabulary("llama", "default", [], [])
-    named = pre is not None
-    built.flags["add_space_prefix"] = _adds_space_prefix(path, tokenizer, added_texts, named=named)
+    has_pre_tokenizer = pre is not None
+    built.flags["add_space_prefix"] = _adds_space_prefix(
+        path, tokenizer, added_texts, named=has_pre_tokenizer
+    )
     built.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
     return built
 

@@ -169,9 +169,9 @@ def _sort_tensors(
             raise _tensor_error(path, name, f"{entry.dtype} is no type of an adapter")
     if not entries_by_module and not replaced:
         raise InputError("the adapter holds nothing", "fetch it again", subject=str(path / WEIGHTS))
-    every = "".join(f".{inner}\n" for inner in replaced)
+    replaced_names = "".join(f".{inner}\n" for inner in replaced)
     for name in modules_saved_whole(config):
-        if f".{name}." not in every:
+        if f".{name}." not in replaced_names:
             raise _tensor_error(path, name, f"missing, although {CONFIG} has it in modules_to_save")
     changes = {
         module: _read_update(path, config, module, entries_of_module, module in tables)
@@ -265,7 +265,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 def check_config(file: Path, config: Mapping[str, Any]) -> None:
     """Raise `InputError` unless the adapter is LoRA with settings that can be merged."""
-    kind, begun = config.get("peft_type"), config.get("init_lora_weights")
+    kind, init_method = config.get("peft_type"), config.get("init_lora_weights")
     unknown = sorted(key for key, value in config.items() if value and key not in _KNOWN_KEYS)
     invalid_keys = [key for key, kinds in _TYPES.items() if not isinstance(config.get(key), kinds)]
     unsupported = ""
@@ -273,8 +273,10 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
         unsupported = f"peft_type {kind!r}"
     elif unknown:
         unsupported = f"{unknown[0]} = {str(config[unknown[0]])[:60]}"
-    elif isinstance(begun, str) and begun.lower().startswith(_WEIGHT_CHANGING_INITS):
-        unsupported = f"init_lora_weights = {begun!r} has changed the weights of the model as well"
+    elif isinstance(init_method, str) and init_method.lower().startswith(_WEIGHT_CHANGING_INITS):
+        unsupported = (
+            f"init_lora_weights = {init_method!r} has changed the weights of the model as well"
+        )
     elif invalid_keys:
         unsupported = f"{invalid_keys[0]} = {str(config[invalid_keys[0]])[:60]!r} is of another type than PEFT writes"
     elif len(config.get("modules_to_save") or ()) > _MOST_SAVED:
@@ -317,8 +319,8 @@ def modules_saved_whole(config: Mapping[str, Any]) -> tuple[str, ...]:
 def target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names, or suffixes, of linears that are all changed; empty if other keys restrict them."""
     names = config.get("target_modules")
-    chosen = config.get("layers_to_transform") is not None or config.get("exclude_modules")
-    return tuple(map(str, names)) if isinstance(names, list) and not chosen else ()
+    is_restricted = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    return tuple(map(str, names)) if isinstance(names, list) and not is_restricted else ()
 
 
 def module_number(

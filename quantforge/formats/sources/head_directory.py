@@ -138,8 +138,8 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
     if not path.is_dir() or CONFIG_FILE not in (names := FILES.list_names(path, None)):
         return None
     config = read_object(path / CONFIG_FILE, roles.CONFIG, path)
-    nested = config.get("transformer_layer_config")
-    config = {**(nested if isinstance(nested, dict) else {}), **config}
+    layer_config = config.get("transformer_layer_config")
+    config = {**(layer_config if isinstance(layer_config, dict) else {}), **config}
     kind = draft_kind(config)
     if kind is None:
         return None
@@ -156,15 +156,15 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
         )
     checkpoint = resolve_declaration(open_checkpoint(path))
     try:
-        form = detect_format(checkpoint.config)
+        file_format = detect_format(checkpoint.config)
     except InputError as error:
         problem = f"are quantized: {error.message}"
         raise _error(
             path, kind, problem, "take those in 16 bits, or quantize these here"
         ) from error
     headers = checkpoint.stored_tensors()
-    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
-    return DraftHeadDirectory(kind, config, checkpoint, form, layouts)
+    layouts = {item.module: item for item in file_format.find_layouts(checkpoint.config, headers)}
+    return DraftHeadDirectory(kind, config, checkpoint, file_format, layouts)
 
 
 def _error(path: Path, kind: str, problem: str, hint: str) -> InputError:

@@ -123,8 +123,8 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
         checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
     stored_names = _StoredNames(checkpoint, model_layout)
-    touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
-    unties_head = not adapter.ties and stored_names.stand_apart(touched)
+    touched_names = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
+    unties_head = not adapter.ties and stored_names.stand_apart(touched_names)
     new, merge = _MergedTensors(checkpoint, stored_names), _MergedTensors(checkpoint, stored_names)
     for name, entry in adapter.replaced.items():
         new.put(name, entry.shape, _ReplacementReader(entry))

@@ -107,12 +107,14 @@ def derive_declarations_for(
         droppable_patterns=(*architecture.droppable_patterns, *ignored),
         derivation=replace(architecture.derivation, tied=_is_head_tied(names, architecture)),
     )
-    canonical, transposed_stacks = _canonical_names(names, architecture)
-    other = [source for source in names.distinct_sources() if source.stored[0] not in canonical]
+    canonical_names, transposed_stacks = _canonical_names(names, architecture)
+    other = [
+        source for source in names.distinct_sources() if source.stored[0] not in canonical_names
+    ]
     architecture, stored_outer = _declare_stored_tensors(names, architecture, other)
     return DerivedDeclarations(
         architecture,
-        {**canonical, **stored_outer, **_single_expert_names(names, architecture)},
+        {**canonical_names, **stored_outer, **_single_expert_names(names, architecture)},
         transposed_stacks,
     )
 
@@ -148,19 +150,19 @@ def _reduce_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with a few experts, two per token and no expert groups."""
     counts = expert_counts(config)
     if max(counts, default=0) <= FEW_EXPERTS:
-        nested = config.get("text_config")
+        nested_config = config.get("text_config")
         return (
-            {**config, "text_config": _reduce_experts(nested)}
-            if isinstance(nested, Mapping)
+            {**config, "text_config": _reduce_experts(nested_config)}
+            if isinstance(nested_config, Mapping)
             else config
         )
     expert_settings = {
         key: value for key, value in config.items() if type(value) is int and "expert" in key
     }
-    changed = {key: FEW_EXPERTS for key, value in expert_settings.items() if value in counts}
+    reduced = {key: FEW_EXPERTS for key, value in expert_settings.items() if value in counts}
     experts_per_token = {key: 2 for key in EXPERTS_PER_TOKEN_KEYS if type(config.get(key)) is int}
     groups = {key: 1 for key in GROUP_KEYS if type(config.get(key)) is int}
-    return {**config, **changed, **experts_per_token, **groups}
+    return {**config, **reduced, **experts_per_token, **groups}
 
 
 def _canonical_names(
@@ -253,27 +255,29 @@ def _declare_stored_tensors(
         RefusedError: one of the parameters is a quantized linear, takes a scale, or embeds tokens.
     """
     assert architecture.derivation is not None
-    touched = {f"{architecture.embedding}.weight", f"{architecture.head}.weight"}
+    special_names = {f"{architecture.embedding}.weight", f"{architecture.head}.weight"}
     outer = {item.name: item for item in architecture.outer}
     kinds = {kind.name: kind for kind in architecture.kinds}
-    canonical = {}
+    canonical_names = {}
     for source in sources:
-        _refuse_modified(source, touched, architecture)
+        _refuse_modified(source, special_names, architecture)
         block = NUMBERED_NAME.match(next(iter(source.parameters)))
         for stored in source.stored:
             match, shape = NUMBERED_NAME.match(stored), tuple(map(str, names.shape(stored)))
             if block is None or block[1] != architecture.blocks:
-                outer[stored], canonical[stored] = Parameter(stored, shape), stored
+                outer[stored], canonical_names[stored] = Parameter(stored, shape), stored
                 continue
             if match is None:
                 raise _layout_refusal(source)
             kind = kinds[architecture.derivation.kinds[int(block[2])]]
             kinds[kind.name] = _replace_parameters(kind, source, Parameter(match[3], shape))
-            canonical[stored] = f"{architecture.blocks}.{block[2]}.{match[3]}"
+            canonical_names[stored] = f"{architecture.blocks}.{block[2]}.{match[3]}"
         for name in source.parameters:
             outer.pop(name, None)
     outer_parameters = tuple(outer.values())
-    return replace(architecture, outer=outer_parameters, kinds=tuple(kinds.values())), canonical
+    return replace(
+        architecture, outer=outer_parameters, kinds=tuple(kinds.values())
+    ), canonical_names
 
 
 def _replace_parameters(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
@@ -291,22 +295,22 @@ def _refuse_modified(source: WeightSource, touched: set[str], architecture: Arch
     block_parameters = {
         name for name in source.parameters if name.startswith(f"{architecture.blocks}.")
     }
-    inside = {
+    modules_in_block = {
         match[3].rpartition(".")[0]
         for name in block_parameters
         if (match := NUMBERED_NAME.match(name))
     }
-    changed = {name for kind in architecture.kinds for name in kind.linears}
-    changed |= {
+    rewritten_modules = {name for kind in architecture.kinds for name in kind.linears}
+    rewritten_modules |= {
         shared.scale_fold.module
         for kind in architecture.kinds
         for shared in kind.inputs
         if shared.scale_fold
     }
-    changed |= {
+    rewritten_modules |= {
         stack.parameter.rpartition(".")[0] for kind in architecture.kinds for stack in kind.stacks
     }
-    if touched & source.parameters.keys() or inside & changed:
+    if touched & source.parameters.keys() or modules_in_block & rewritten_modules:
         raise _layout_refusal(source)
 
 
@@ -356,7 +360,7 @@ def _derive_architecture(
                 trial.run()  # later blocks may read what it puts there
         if key not in derived:
             prefix = f"{outside.name}.{index}."
-            inside = {
+            names_in_block = {
                 name.removeprefix(prefix): shape
                 for name, shape in shapes.items()
                 if name.startswith(prefix)
@@ -364,7 +368,7 @@ def _derive_architecture(
             derived_kind = derive_kind(
                 TrialBlock(outside.blocks[index], states, call),
                 sizes(states.shape[-1]),
-                inside,
+                names_in_block,
                 {name.removeprefix(prefix) for name in unstacked},
             )
             derived[key] = _name_kind(derived_kind, derived.values())
@@ -372,9 +376,11 @@ def _derive_architecture(
             shares.append(index)
         return derived[key].extra_outputs if derived[key].kind.num_outputs else None
 
-    replayed = _needs_replay(outside, learn) or bool(shares)
+    needs_replay = _needs_replay(outside, learn) or bool(shares)
     kinds = unify_slices([derived[key] for key in keys])
-    return _architecture(model, outside, shapes, sizes(outside.hidden), kinds, replayed=replayed)
+    return _architecture(
+        model, outside, shapes, sizes(outside.hidden), kinds, replayed=needs_replay
+    )
 
 
 def _sizes_of_mappings(call: Call) -> dict[str, int]:

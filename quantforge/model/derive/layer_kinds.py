@@ -115,17 +115,19 @@ def derive_kind(
     """
     parameter_shapes = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
     with block.filled():
-        seen = _observe_block(block)
-        extra_outputs = _check_outputs(block, seen.returned)
-        unquantized = _router_linears(sizes.config, parameter_shapes, seen) | _float32_linears(
-            sizes.float32_modules, seen.linears
+        observer = _observe_block(block)
+        extra_outputs = _check_outputs(block, observer.returned)
+        unquantized = _router_linears(sizes.config, parameter_shapes, observer) | _float32_linears(
+            sizes.float32_modules, observer.linears
         )
         inputs, slices = [], {}
-        for activation in seen.activations:
-            linears = tuple(n for n in activation.linears if n not in unquantized | seen.irregular)
+        for activation in observer.activations:
+            linears = tuple(
+                n for n in activation.linears if n not in unquantized | observer.irregular
+            )
             if not linears:
                 continue
-            earlier = tuple(seen.linears[: seen.linears.index(activation.linears[0])])
+            earlier = tuple(observer.linears[: observer.linears.index(activation.linears[0])])
             scale_fold = find_scale_fold(
                 block,
                 linears,
@@ -150,7 +152,7 @@ def derive_kind(
         ),
         slices,
         tuple(sorted(all_linears - observed - unquantized)),
-        seen.has_fused_attention,
+        observer.has_fused_attention,
         tree_map(_to_float32, extra_outputs or ()),
     )
 
@@ -215,16 +217,20 @@ def _parameters(
 
 
 def _router_linears(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: _BlockObserver
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], observer: _BlockObserver
 ) -> set[str]:
     """Return the linears that choose experts or tokens, found by shape, by name, or by the width of ``topk``."""
-    counted = {name.removesuffix(".weight") for name in find_routers(config, shapes)}
-    chosen = {
+    router_names = {name.removesuffix(".weight") for name in find_routers(config, shapes)}
+    routing_linears = {
         name
-        for name in seen.linears
-        if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in seen.topk_widths
+        for name in observer.linears
+        if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in observer.topk_widths
     }
-    return counted | chosen | {name for name in seen.linears if is_indexer_weight(name)}
+    return (
+        router_names
+        | routing_linears
+        | {name for name in observer.linears if is_indexer_weight(name)}
+    )
 
 
 def _float32_linears(names: Iterable[str], linears: Iterable[str]) -> set[str]:
@@ -475,11 +481,11 @@ def _mixture(
                 break
         else:
             groups.append([item])
-    *before, last = groups
+    *earlier_groups, last = groups
     stacks: list[Stack] = []
     inputs: list[SharedInput] = []
     scale_folds: list[ScaleFold] = []
-    for group in before:
+    for group in earlier_groups:
         stack_folds = [_stack(block, item, last[0], module) for item in group]
         stacks += [stack for stack, _ in stack_folds]
         scale_folds += [scale_fold for _, scale_fold in stack_folds if scale_fold is not None]
@@ -528,10 +534,10 @@ def _interleaved(block: TrialBlock, stack: Stack, down: _Product) -> bool:
     weight = block.parameter(down.parameter).clone()
     (weight[:, 0] if down.transposed else weight[:, :, 0]).zero_()
     without = hidden_states_of(block.run({down.parameter: weight}))
-    changed = block.parameter(stack.parameter).clone()
+    changed_stack = block.parameter(stack.parameter).clone()
     for expert in range(down.experts):
-        stack.matrix(changed, 0, expert)[1].mul_(2)
-    changes = {down.parameter: weight, stack.parameter: changed}
+        stack.matrix(changed_stack, 0, expert)[1].mul_(2)
+    changes = {down.parameter: weight, stack.parameter: changed_stack}
     return bool(torch.equal(without, hidden_states_of(block.run(changes))))
 
 

@@ -295,20 +295,22 @@ class _FoldTrial:
         module, kind = candidate.scale_fold.module, candidate.scale_fold.kind
         known = dict(self._block.module.named_parameters())
         weight = known[f"{module}.weight"]
-        changed = {}
+        changed_weights = {}
         if kind is FoldKind.NORM_PLUS_ONE:
-            changed[f"{module}.weight"] = (weight + 1) / channels - 1
+            changed_weights[f"{module}.weight"] = (weight + 1) / channels - 1
         elif kind is FoldKind.NORM:
-            changed[f"{module}.weight"] = weight / channels
+            changed_weights[f"{module}.weight"] = weight / channels
         else:
             stored_weight = self._weight(module).clone()
             stored_weight[candidate.rows] /= channels[:, None]
-            changed[f"{module}.weight"] = stored_weight.T if self._transposed else stored_weight
+            changed_weights[f"{module}.weight"] = (
+                stored_weight.T if self._transposed else stored_weight
+            )
         bias = known.get(f"{module}.bias")
         if bias is not None:
-            changed[f"{module}.bias"] = bias.clone()
-            changed[f"{module}.bias"][candidate.rows] /= channels
-        return changed
+            changed_weights[f"{module}.bias"] = bias.clone()
+            changed_weights[f"{module}.bias"][candidate.rows] /= channels
+        return changed_weights
 
 
 def random_scale(block: TrialBlock, count: int) -> Tensor:
@@ -329,10 +331,12 @@ def is_fold_exact(
     block: TrialBlock, divided: Mapping[str, Tensor], multiplied: Mapping[str, Tensor]
 ) -> bool:
     """Return whether the output is unchanged with both changes, but changes with ``divided`` alone."""
-    before = hidden_states_of(block.run())
-    max_magnitude, limits = before.abs().max(), TOLERANCES[block.dtype]
-    folded_change = (hidden_states_of(block.run({**divided, **multiplied})) - before).abs().max()
+    states_before = hidden_states_of(block.run())
+    max_magnitude, limits = states_before.abs().max(), TOLERANCES[block.dtype]
+    folded_change = (
+        (hidden_states_of(block.run({**divided, **multiplied})) - states_before).abs().max()
+    )
     if not folded_change <= limits.equal * max_magnitude:
         return False
-    half = (hidden_states_of(block.run(divided)) - before).abs().max()
+    half = (hidden_states_of(block.run(divided)) - states_before).abs().max()
     return bool(half > limits.different * max_magnitude)

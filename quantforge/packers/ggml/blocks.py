@@ -471,9 +471,9 @@ def _pack_iq2_xxs(codes: Tensor, parameters: BlockParams) -> list[Tensor]:
 
 
 def _unpack_iq2_xxs(raw: Tensor) -> BlockFields:
-    halves = raw[:, 2:].reshape(len(raw), 8, 2, 4)
-    signs, scales = _unpack_signs_and_scales(halves[:, :, 1].flatten(1))
-    codes = _append_signs(halves[:, :, 0].flatten(1).int(), signs, 8)
+    word_pairs = raw[:, 2:].reshape(len(raw), 8, 2, 4)
+    signs, scales = _unpack_signs_and_scales(word_pairs[:, :, 1].flatten(1))
+    codes = _append_signs(word_pairs[:, :, 0].flatten(1).int(), signs, 8)
     return codes, {"d": view_float16(raw[:, :2]), "scales": scales}
 
 

@@ -378,7 +378,7 @@ def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
         product += w[i] * x[i] * code
         square += w[i] * code * code
     for _ in range(5):
-        changed = False
+        is_changed = False
         for i in range(size):
             old = numpy.float32(digits[i])
             new_product, new_square = product - w[i] * x[i] * old, square - w[i] * old * old
@@ -391,8 +391,8 @@ def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
             new_square += w[i] * new * new
             if new_product * new_product * square > product * product * new_square:
                 digits[i] = numpy.uint8(numpy.int32(new))
-                product, square, changed = new_product, new_square, True
-        if not changed:
+                product, square, is_changed = new_product, new_square, True
+        if not is_changed:
             break
     return product / square if square > _ZERO else _ZERO
 

@@ -244,11 +244,11 @@ def improve_points(
         zip(gradient, weight, error, strict=True)
     ):
         pivot, later_columns, step = hessian[j, j], slice(j + 1, None), change[j]
-        before = original - column_error
+        value_before = original - column_error
         numpy.multiply(column_gradient, _ONE / pivot, out=target)
-        target += before
+        target += value_before
         points.round_to_point(j, target, codes[j], value)
-        numpy.subtract(value, before, out=step)
+        numpy.subtract(value, value_before, out=step)
         numpy.subtract(original, value, out=column_error)
         error_decrease += step * (_TWO * column_gradient - pivot * step)
         gradient[later_columns] -= numpy.multiply(

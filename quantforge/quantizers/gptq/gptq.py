@@ -101,7 +101,7 @@ def round_matrices(
 
 
 def _round_rows(
-    names: str, factor: Factor, scheme: Scheme, rounding: Rounding, pieces: Sequence[Tensor]
+    names: str, factor: Factor, scheme: Scheme, rounding: Rounding, matrices: Sequence[Tensor]
 ) -> Solution:
     """Round the rows of one part: all passes, the best one for each row, then the refinement (steps 2 to 5).
 
@@ -110,9 +110,9 @@ def _round_rows(
         factor: factor of the Hessian of their input.
         scheme: scheme as stored.
         rounding: options.
-        pieces: rows ``[rows, in]`` of the matrices, float32.
+        matrices: rows ``[rows, in]`` of the matrices, float32.
     """
-    weight, search = stack_rows(pieces), rounding.scales == "search"
+    weight, search = stack_rows(matrices), rounding.scales == "search"
     parameters = fit_parameters(names, weight, scheme, factor.scale_weights, search=search)
     passes = rounding.gptq.passes_of(GRIDS[scheme.grid].passes) if search else 1
     best: Solution | None = None

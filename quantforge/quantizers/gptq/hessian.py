@@ -150,8 +150,8 @@ def factorize(
     diagonal = hessian.diagonal()
     mean = diagonal.mean().item()
     reversed_order = order.flip(0)
-    for times in DAMPING_MULTIPLES:
-        used = min(1.0, damping * times)
+    for multiple in DAMPING_MULTIPLES:
+        used = min(1.0, damping * multiple)
         # Of the reversed matrix, the lower Cholesky factor is R with rows and columns reversed.
         matrix = hessian[reversed_order.unsqueeze(1), reversed_order].double()
         ridge = shrinkage * diagonal + used * mean
@@ -174,13 +174,15 @@ def _cholesky(matrix: Tensor) -> bool:
         panel = matrix[start:, start : start + PANEL_COLUMNS]
         width = panel.shape[1]
         with one_thread():
-            lower, failed = torch.linalg.cholesky_ex(panel[:width])
-            if bool(failed) or not bool(lower.isfinite().all()):
+            lower_factor, failed = torch.linalg.cholesky_ex(panel[:width])
+            if bool(failed) or not bool(lower_factor.isfinite().all()):
                 return False
             inverse = torch.linalg.solve_triangular(
-                lower, torch.eye(width, dtype=matrix.dtype, device=matrix.device), upper=False
+                lower_factor,
+                torch.eye(width, dtype=matrix.dtype, device=matrix.device),
+                upper=False,
             )
-        panel[:width] = lower
+        panel[:width] = lower_factor
         panel[width:] = matmul(panel[width:], inverse.T)
         for first in range(start + width, size, UPDATE_COLUMNS):
             remaining, last = panel[first - start :], min(first + UPDATE_COLUMNS, size)

@@ -69,8 +69,8 @@ class Refinement:
         """Return the codes ``[out, in]``."""
         return self._codes.T.contiguous()
 
-    def sweep(self, times: int = SWEEPS_PER_PANEL) -> Tensor:
-        """Update all columns, panel by panel, with ``times`` sweeps over each panel.
+    def sweep(self, num_sweeps: int = SWEEPS_PER_PANEL) -> Tensor:
+        """Update all columns, panel by panel, with ``num_sweeps`` sweeps over each panel.
 
         Returns:
             The decrease of each row's error, float64 ``[out]``; the gain of a parameter shared by rows is split evenly.
@@ -78,15 +78,15 @@ class Refinement:
         in_features, step = len(self._weight), self._widest * max(1, PANEL // self._widest)
         error_decrease = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for start in range(0, in_features, step):
-            error_decrease += self._sweep_panel(start, min(start + step, in_features), times)
+            error_decrease += self._sweep_panel(start, min(start + step, in_features), num_sweeps)
         return error_decrease
 
-    def _sweep_panel(self, start: int, stop: int, times: int) -> Tensor:
+    def _sweep_panel(self, start: int, stop: int, num_sweeps: int) -> Tensor:
         hessian = self.objective.rows(start, stop)
         gradient = matmul(hessian, self._error)
         hessian = hessian[:, start:stop].contiguous()
         error_decrease = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
-        for _ in range(times):
+        for _ in range(num_sweeps):
             error_decrease += self._refit_parameters(gradient, hessian, start)
             for first in range(0, stop - start, CHUNK):
                 columns = slice(first, min(first + CHUNK, stop - start))

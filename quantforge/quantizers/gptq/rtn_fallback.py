@@ -175,8 +175,8 @@ def _float64_errors(
     if scheme.rows_share_parameters:
         decoded = packer.decode(solution.codes, solution.parameters, scheme)[rows]
     else:
-        chosen = {key: value[rows] for key, value in solution.parameters.items()}
-        decoded = packer.decode(solution.codes[rows], chosen, scheme)
+        row_parameters = {key: value[rows] for key, value in solution.parameters.items()}
+        decoded = packer.decode(solution.codes[rows], row_parameters, scheme)
     float64_weight = weight[rows].double()
     differences = (
         float64_weight - approximation.double() for approximation in (values[rows], decoded)

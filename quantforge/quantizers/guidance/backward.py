@@ -152,10 +152,10 @@ class _BackwardStream(ModelStream):
 
         def gradients_of(row: MicroBatch, logits: Tensor) -> Tensor:
             _check_finite(logits, "the logits", row.start)
-            drawn = draw_labels(logits, seed, row.start)
-            labels[row.start : row.start + len(drawn)] = drawn.to(labels.device)
+            drawn_labels = draw_labels(logits, seed, row.start)
+            labels[row.start : row.start + len(drawn_labels)] = drawn_labels.to(labels.device)
             ones = torch.ones_like(logits[..., :1])
-            return logits.float().softmax(-1).scatter_add_(-1, drawn[..., None], -ones)
+            return logits.float().softmax(-1).scatter_add_(-1, drawn_labels[..., None], -ones)
 
         with self._head_loaded(), ExitStack() as hooks:
             recorder = OutputRecorder(self._model, [name], hooks)
@@ -270,8 +270,8 @@ def draw_labels(logits: Tensor, seed: int, first: int) -> Tensor:
     labels = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
     for index, row in enumerate(logits):
         key = np.array([seed % 2**64, first + index], dtype=np.uint64)
-        drawn = np.random.Generator(np.random.Philox(key=key)).random(len(row))
-        uniform = torch.from_numpy(drawn).to(logits.device)
+        random_numbers = np.random.Generator(np.random.Philox(key=key)).random(len(row))
+        uniform = torch.from_numpy(random_numbers).to(logits.device)
         for start in range(0, len(row), step):
             run = slice(start, start + step)
             cumulative = row[run].double().softmax(-1).cumsum(-1)

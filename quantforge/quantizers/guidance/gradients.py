@@ -187,11 +187,13 @@ class MixtureGradients:
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
             expert_outputs = self._tokens.outputs(row, len(states)).to(states)
-            before = self._tokens.read_tokens(self._input_gradients, row, len(states)).to(states)
+            state_gradients = self._tokens.read_tokens(self._input_gradients, row, len(states)).to(
+                states
+            )
             first = self._tokens.tokens_in_rows(row)
             routed = self._weights[first : first + len(states)].to(weights)
             returned: Tensor = _ReplayedExperts.apply(
-                states, weights, expert_outputs, before, routed
+                states, weights, expert_outputs, state_gradients, routed
             )  # type: ignore[no-untyped-call]
             return returned
 
@@ -304,5 +306,5 @@ class _ReplayedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        before, routed = ctx.known_gradients
-        return before, routed, None, None, None
+        state_gradients, routed = ctx.known_gradients
+        return state_gradients, routed, None, None, None

@@ -90,40 +90,40 @@ class TokenWeights:
         """Return the number of written rows, summed over all linears."""
         return sum(self.rows_seen.values())
 
-    def __call__(self, seen: OutputGradients) -> None:
+    def __call__(self, output: OutputGradients) -> None:
         """Write the weights of a micro-batch.
 
         Raises:
             InputError: the square of a gradient overflows float32.
             RefusedError: the linear does not read each token exactly once.
         """
-        if seen.name not in self.rows_seen:
+        if output.name not in self.rows_seen:
             return
-        if seen.tokens is None and seen.gradients.shape[1:-1] != (self._shape[1],):
+        if output.tokens is None and output.gradients.shape[1:-1] != (self._shape[1],):
             raise RefusedError(
-                f"{seen.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
+                f"{output.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
                 off_option("--guided-hessians"),
-                tensor=seen.name,
+                tensor=output.name,
             )
-        weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
+        weights = strip_weights(output.gradients, self._shape[2]).float().cpu().contiguous()
         if not bool(weights.isfinite().all()):
             nonfinite_index = int((~weights.isfinite()).flatten(1).any(1).nonzero()[0])
             row = (
-                seen.start + nonfinite_index
-                if seen.tokens is None
-                else seen.tokens[nonfinite_index] // self._shape[1]
+                output.start + nonfinite_index
+                if output.tokens is None
+                else output.tokens[nonfinite_index] // self._shape[1]
             )
             raise InputError(
-                f"{seen.name}: the squares of the gradients of its output are not finite in calibration row {row}",
+                f"{output.name}: the squares of the gradients of its output are not finite in calibration row {row}",
                 f"the model is damaged, or {off_option('--guided-hessians')}",
-                tensor=seen.name,
+                tensor=output.name,
             )
-        if seen.tokens is not None:
-            self._write_tokens(seen.name, seen.tokens, weights)
-            self.rows_seen[seen.name] = self._shape[0]
+        if output.tokens is not None:
+            self._write_tokens(output.name, output.tokens, weights)
+            self.rows_seen[output.name] = self._shape[0]
             return
-        self._write(self._offsets[seen.name] + seen.start * self._row_bytes, weights)
-        self.rows_seen[seen.name] += len(weights)
+        self._write(self._offsets[output.name] + output.start * self._row_bytes, weights)
+        self.rows_seen[output.name] += len(weights)
 
     def of(self, linear: str) -> Tensor:
         """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``; 0 for unread tokens."""

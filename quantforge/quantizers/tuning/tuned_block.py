@@ -247,16 +247,16 @@ class TunedBlock:
             an expert without tokens in the rows. Errors as `MixtureGradients.backward` and ``output_gradient``.
         """
         gradients: dict[ParameterName, Tensor] = {}
-        moves: dict[ParameterName, Tensor] = {}
+        code_gradients: dict[ParameterName, Tensor] = {}
 
         def visit(linear: str, gradient: Tensor) -> None:
             matrix = self.matrices[linear]
             for key, one in matrix.scale_gradients(gradient).items():
                 _accumulate(gradients, (linear, key), one)
-            if moves and _module_of(linear) != _module_of(next(iter(moves))[0]):
-                self._update_codes(moves, rate_share)  # of an expert that is finished
+            if code_gradients and _module_of(linear) != _module_of(next(iter(code_gradients))[0]):
+                self._update_codes(code_gradients, rate_share)  # of an expert that is finished
             for key, one in matrix.code_gradients(gradient).items():
-                _accumulate(moves, (linear, key), one)
+                _accumulate(code_gradients, (linear, key), one)
 
         output_gradients = None
         without_experts: AbstractContextManager[None] = nullcontext()
@@ -277,7 +277,7 @@ class TunedBlock:
                 threads_per_part(len(rows)),
             )
             row_results = run_parallel(backward_row, [*enumerate(rows)])
-        self._update_codes(moves, rate_share)
+        self._update_codes(code_gradients, rate_share)
         gradients |= self.linears.update(
             [parameter_gradient.linears for parameter_gradient, _ in row_results], rate_share
         )
@@ -325,10 +325,10 @@ class TunedBlock:
             call_recorder.gradient(gradient) for call_recorder, gradient in pairs
         ]
 
-    def _update_codes(self, moves: dict[ParameterName, Tensor], rate_share: float) -> None:
+    def _update_codes(self, code_gradients: dict[ParameterName, Tensor], rate_share: float) -> None:
         """Update codes by their gradients, and free the gradients."""
-        for name, key in [*moves]:
-            self.matrices[name].codes[key].step(moves.pop((name, key)), rate_share)
+        for name, key in [*code_gradients]:
+            self.matrices[name].codes[key].step(code_gradients.pop((name, key)), rate_share)
 
 
 def _module_of(linear: str) -> str:

@@ -106,10 +106,12 @@ class TunedMatrix:
 
     def result(self) -> QuantizedTensor:
         """Return the linear with its current scales and codes."""
-        changed = {key: learned.stored() for key, learned in self.scales.items()}
-        changed |= {key: learned.stored() for key, learned in self.codes.items()}
-        codes = changed.pop(CODES, self.tensor.codes)
-        return replace(self.tensor, codes=codes, parameters={**self.tensor.parameters, **changed})
+        new_parameters = {key: learned.stored() for key, learned in self.scales.items()}
+        new_parameters |= {key: learned.stored() for key, learned in self.codes.items()}
+        codes = new_parameters.pop(CODES, self.tensor.codes)
+        return replace(
+            self.tensor, codes=codes, parameters={**self.tensor.parameters, **new_parameters}
+        )
 
     def cache_scales(self) -> None:
         """Cache the current scales for `weight` and `accumulate`, until `drop_scales`."""
@@ -187,9 +189,11 @@ class TunedMatrix:
             products = self._unscaled_values(ALL_ROWS).mul_(gradient)
             return {"scales": scales.gradient(_by_group(products, scales.start).sum(-1))}
         now, gradients = self.result(), {}
-        none = {key: torch.zeros_like(scale.start) for key, scale in self.scales.items()}
+        zero_parameters = {key: torch.zeros_like(scale.start) for key, scale in self.scales.items()}
         for key, scale in self.scales.items():
-            products = gradient * _decoded(now, none | {key: torch.ones_like(scale.start)})
+            products = gradient * _decoded(
+                now, zero_parameters | {key: torch.ones_like(scale.start)}
+            )
             gradients[key] = scale.gradient(products.reshape(*scale.start.shape, -1).sum(-1))
         return gradients
 
@@ -207,8 +211,8 @@ class TunedMatrix:
     @property
     def _is_uniform_integer(self) -> bool:
         """Return whether the matrix is integers with one scale per group or row, and nothing else."""
-        plain = self.tensor.scheme.integer and [*self.scales] == ["scales"]
-        by_row = plain and len(self.scales["scales"].start) == len(self.tensor.codes)
+        has_only_scales = self.tensor.scheme.integer and [*self.scales] == ["scales"]
+        by_row = has_only_scales and len(self.scales["scales"].start) == len(self.tensor.codes)
         return by_row and "outlier_columns" not in self.tensor.parameters
 
     def _unscaled_values(self, rows: slice) -> Tensor:
@@ -262,10 +266,12 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
     return learned
 
 
-def _decoded(tensor: QuantizedTensor, changed: Mapping[str, Tensor]) -> Tensor:
+def _decoded(tensor: QuantizedTensor, replacements: Mapping[str, Tensor]) -> Tensor:
     """Decode a linear with some parameters or codes replaced."""
-    codes = changed.get(CODES, tensor.codes)
-    return get_packer(tensor.scheme).decode(codes, {**tensor.parameters, **changed}, tensor.scheme)
+    codes = replacements.get(CODES, tensor.codes)
+    return get_packer(tensor.scheme).decode(
+        codes, {**tensor.parameters, **replacements}, tensor.scheme
+    )
 
 
 # Learned values
@@ -343,16 +349,18 @@ class LearnedCodes:
     def update_strip(self, rows: slice = ALL_ROWS) -> None:
         """Update the offsets of a strip of rows, after `combine_strips`."""
         low, high = (
-            (limit + side) * OFFSET_UNIT
-            for limit, side in zip(self.limits, CODE_MARGINS, strict=True)
+            (limit + margin) * OFFSET_UNIT
+            for limit, margin in zip(self.limits, CODE_MARGINS, strict=True)
         )
         furthest, rate = (MAX_CODE_STEPS + CODE_MARGIN) * OFFSET_UNIT, self._rate
-        (of_rows, of_columns), before = self._update_factors, self.offsets[rows]
+        (of_rows, of_columns), offsets_before = self._update_factors, self.offsets[rows]
         step = self._moment[rows].float().mul_(of_rows[rows, None]).mul_(of_columns)
         self.limit_update(step, rows)
         codes = self.start[rows].float().mul_(OFFSET_UNIT)
-        new_offsets = before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
-        before.copy_(new_offsets.sub_(codes).clamp_(-furthest, furthest).round_())
+        new_offsets = (
+            offsets_before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
+        )
+        offsets_before.copy_(new_offsets.sub_(codes).clamp_(-furthest, furthest).round_())
 
     def snapshot(self) -> Tensor:
         """Return the change of each code in steps, int8."""
@@ -460,12 +468,12 @@ class LearnedFactor:
 
     def stored(self, rows: slice = ALL_ROWS) -> Tensor:
         """Return the current value of a strip of rows in its stored type."""
-        before, row_factor = self.start[rows], self.factor[rows]
-        start = before + self.offset
+        start_values, row_factor = self.start[rows], self.factor[rows]
+        start = start_values + self.offset
         value = (start + start * row_factor - self.offset).to(self.dtype)
-        seen = value.float()  # of floats of 8 bits torch compares none
-        is_storable = seen.isfinite() & ((seen != 0) | (before == 0))
-        stored_factor = torch.where(is_storable, seen, before)
+        stored_values = value.float()  # of floats of 8 bits torch compares none
+        is_storable = stored_values.isfinite() & ((stored_values != 0) | (start_values == 0))
+        stored_factor = torch.where(is_storable, stored_values, start_values)
         if self.known is not None:  # to the last bit
             factor, now = (tensor[rows] for tensor in self.known)
             stored_factor = torch.where(row_factor == factor, now.float(), stored_factor)

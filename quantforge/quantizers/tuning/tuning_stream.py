@@ -121,8 +121,8 @@ class TuningStream(ModelStream):
                 for row in range(learned, count)
             )
             normalization = 1 / (size or 1.0)
-            before = self._error(block, input_of, holdout_spans)
-            norm = (count - learned) / before if before else 0.0
+            error_before = self._error(block, input_of, holdout_spans)
+            norm = (count - learned) / error_before if error_before else 0.0
 
             def gradients(rows: list[int], rate_share: float) -> list[Tensor | None]:
                 def output_gradient(row: int, outputs: Tensor) -> Tensor:
@@ -130,19 +130,19 @@ class TuningStream(ModelStream):
 
                 return block.backward([*map(input_of, rows)], output_gradient, rate_share)[1]
 
-            after = optimize_blocks(
+            error_after = optimize_blocks(
                 [block],
                 (learned, 1),
-                1 if before else 0,
+                1 if error_before else 0,
                 seed,
-                before,
+                error_before,
                 gradients=gradients,
                 loss=lambda: self._error(block, input_of, holdout_spans),
                 report=lambda share, best: report(
                     share, f"block {decoder_block.index}, error {best * normalization:.5f}"
                 ),
             )
-        return TuningResult([block], before * normalization, after * normalization)
+        return TuningResult([block], error_before * normalization, error_after * normalization)
 
     def _error(
         self,
@@ -236,18 +236,18 @@ class TuningStream(ModelStream):
                 for index in range(len(self._blocks))
             ]
             with self._head_loaded():
-                before = self._divergence(blocks, states, holdout_rows)
-                after = optimize_blocks(
+                divergence_before = self._divergence(blocks, states, holdout_rows)
+                divergence_after = optimize_blocks(
                     blocks,
                     (holdout_rows.start, ROWS_PER_STEP),
                     epochs,
                     seed,
-                    before,
+                    divergence_before,
                     gradients=lambda rows, share: self._gradients(blocks, states, rows, share),
                     loss=lambda: self._divergence(blocks, states, holdout_rows),
                     report=lambda share, best: report(share, f"divergence {best:.5f}"),
                 )
-        return TuningResult(blocks, before, after)
+        return TuningResult(blocks, divergence_before, divergence_after)
 
     def _source(self) -> tuple[HiddenStates, HiddenStates]:
         """Return the source's inputs of the first block and outputs of the last block."""
@@ -298,15 +298,16 @@ class TuningStream(ModelStream):
 
         See `TunedBlock.backward`.
         """
-        reached = self._forward(blocks, states[0], rows)
+        states_by_block = self._forward(blocks, states[0], rows)
         row_gradients = [
-            gradient for _, gradient in self._divergence_gradients(rows, reached.pop(), states[1])
+            gradient
+            for _, gradient in self._divergence_gradients(rows, states_by_block.pop(), states[1])
         ]
         scale = 1 / (len(rows) * self._rows.shape[1])
         sums_by_block: list[list[Tensor | None]] = []
         for index in reversed(range(len(blocks))):
             block = blocks[index]
-            batches = self._single(index, rows, reached.pop())
+            batches = self._single(index, rows, states_by_block.pop())
             known = dict(zip(rows, row_gradients, strict=True))
             row_gradients, sums = block.backward(batches, partial(_of_row, known), rate_share)
             _check_finite(block.decoder_block, row_gradients, rows)
@@ -322,7 +323,7 @@ class TuningStream(ModelStream):
             row, states = pair
             reference_states = targets.read(row, row + 1).to(self._device)
             with one_thread(), torch.no_grad():
-                source = (
+                source_log_probs = (
                     self._run_end(self._model, row, reference_states).logits.float().log_softmax(-1)
                 )
             with one_thread(), torch.enable_grad():
@@ -330,9 +331,11 @@ class TuningStream(ModelStream):
                 logits = self._run_end(self._model, row, states).logits
                 with torch.no_grad():
                     log_probs = logits.detach().float().log_softmax(-1)
-                    likely = source.exp()
-                    value = float((likely * (source - log_probs)).sum(dtype=torch.float64))
-                    gradients = log_probs.exp_().sub_(likely).to(logits.dtype)
+                    source_probs = source_log_probs.exp()
+                    value = float(
+                        (source_probs * (source_log_probs - log_probs)).sum(dtype=torch.float64)
+                    )
+                    gradients = log_probs.exp_().sub_(source_probs).to(logits.dtype)
                 (gradient,) = torch.autograd.grad(logits, [states], gradients)
             return value, gradient
 
@@ -382,9 +385,9 @@ def optimize_blocks(
                 item.step(gradient, rate_share)
             step += 1
             report(step / steps, best)
-        after = loss()
-        if after < best:
-            best, restore = after, _snapshot(blocks)
+        new_loss = loss()
+        if new_loss < best:
+            best, restore = new_loss, _snapshot(blocks)
         report(step / steps, best)
     restore()
     return best

@@ -199,7 +199,7 @@ class ServingEngine:
     @torch.inference_mode()
     def step(self) -> list[EngineEvent]:
         """Compute one step; return the events since the last step, in order."""
-        started = perf_counter()
+        start_time = perf_counter()
         work = self._scheduler.plan()
         if work:
             planned = perf_counter()
@@ -210,14 +210,14 @@ class ServingEngine:
             verified = [] if logits is None else _choose_tokens(logits, choosing)
             model_seconds = perf_counter() - planned
             self._record_chosen(choosing, verified)
-            ended = perf_counter()
+            end_time = perf_counter()
             if self._drafter is not None:
-                self._drafter.record_time(ended - started, verified)
+                self._drafter.record_time(end_time - start_time, verified)
             counters = self._counters
             counters.steps += 1
             counters.computed_tokens += sum(len(item.ids) for item in work)
-            counters.step_seconds += ended - started
-            counters.scheduling_seconds += ended - started - model_seconds
+            counters.step_seconds += end_time - start_time
+            counters.scheduling_seconds += end_time - start_time - model_seconds
         events, self._pending_events = self._pending_events, []
         return events
 
@@ -232,8 +232,8 @@ class ServingEngine:
                 self.cache.truncate_sequence(
                     item.row, tokens + len(result.path)
                 )  # frees pages of the others
-            for chosen in result.chosen:
-                self._accept(item.entry, chosen)
+            for chosen_token in result.chosen:
+                self._accept(item.entry, chosen_token)
 
     def _logits(self, work: list[Work]) -> Tensor | None:
         """Compute the scheduled tokens; return the logits for `verify`, or None if no request needs a new token."""
@@ -243,8 +243,8 @@ class ServingEngine:
             ids += item.ids
             if item.chooses:
                 rows += range(len(ids) - 1 - len(item.tree.tokens), len(ids))
-        plain = len(rows) == len(work) == len(ids)  # each part decodes one token
-        if self._decoding_steps is not None and plain:
+        is_decode_only = len(rows) == len(work) == len(ids)  # each part decodes one token
+        if self._decoding_steps is not None and is_decode_only:
             return self._decoding_steps(ids, [item.row for item in work])
         device = self._decoder.device
         spans = [item.span for item in work]
@@ -269,17 +269,17 @@ class ServingEngine:
                 entry.scored += len(tokens)
             row += item.tokens
 
-    def _accept(self, entry: RequestState, chosen: ChosenToken | InputError) -> None:
+    def _accept(self, entry: RequestState, chosen_token: ChosenToken | InputError) -> None:
         request = entry.request
-        if isinstance(chosen, InputError):
-            self._finish(entry, FinishReason.ERROR, str(chosen))
+        if isinstance(chosen_token, InputError):
+            self._finish(entry, FinishReason.ERROR, str(chosen_token))
             return
-        token = chosen.token
+        token = chosen_token.token
         entry.tokens.append(token)
         self._counters.new_tokens += 1
         position = len(entry.tokens) - len(request.ids)
         self._pending_events.append(
-            NewToken(request.id, token, position - 1, chosen.logprob, chosen.top)
+            NewToken(request.id, token, position - 1, chosen_token.logprob, chosen_token.top)
         )
         if token in request.stop:
             self._finish(entry, FinishReason.STOP)

@@ -186,20 +186,20 @@ class SpeculativeCompletion:
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[ChosenToken]:
-        remaining, chosen = self._new_tokens, self._advance(DraftTree())[1]
-        yield from chosen
-        while remaining := remaining - len(chosen):
+        remaining, chosen_tokens = self._new_tokens, self._advance(DraftTree())[1]
+        yield from chosen_tokens
+        while remaining := remaining - len(chosen_tokens):
             start_time = time.perf_counter()
             max_drafted = min(self._pace.next_length(), remaining - 1)
             tree = self._draft(max_drafted) if max_drafted else DraftTree()
-            verified, chosen = self._advance(tree)
+            verified, chosen_tokens = self._advance(tree)
             self._pace.record_time(
                 max_drafted if tree.probes else tree.depth, time.perf_counter() - start_time
             )
             no_draft = tree.probes > 0 and not tree.drafted
             self._pace.record_acceptance(len(verified.path), missed=verified.missed or no_draft)
             self.counts.count(verified)
-            yield from chosen
+            yield from chosen_tokens
 
     def _draft(self, max_drafted: int) -> DraftTree:
         try:
@@ -234,8 +234,8 @@ class SpeculativeCompletion:
         if self._drafter.taps is not None:
             rows = [*range(new_tokens), *(new_tokens + node for node in verified.path)]
             hidden, *features = (tensor[rows] for tensor in states)
-            following = tuple(self._history[start + 1 :])
-            self._drafter.observe(PassOutputs(tree, logits, hidden, tuple(features), following))
+            next_tokens = tuple(self._history[start + 1 :])
+            self._drafter.observe(PassOutputs(tree, logits, hidden, tuple(features), next_tokens))
         return verified, cast("list[ChosenToken]", verified.chosen)
 
     def _step(self, tokens: Tensor, start: int) -> Tensor:
@@ -324,9 +324,11 @@ class DraftLengthController:
 def _estimated_seconds(drafted: int, seconds: dict[int, float]) -> float:
     """Estimate the seconds of a pass by linear interpolation between measured draft lengths, or extrapolation."""
     lengths = list(seconds)
-    upper = next((index for index, k in enumerate(lengths) if k >= drafted), len(lengths) - 1)
-    lower, upper = lengths[max(0, upper - 1)], lengths[max(1, upper)]
+    upper_length = next(
+        (index for index, k in enumerate(lengths) if k >= drafted), len(lengths) - 1
+    )
+    lower_length, upper_length = lengths[max(0, upper_length - 1)], lengths[max(1, upper_length)]
     slope = max(
-        0.0, (seconds[upper] - seconds[lower]) / (upper - lower)
+        0.0, (seconds[upper_length] - seconds[lower_length]) / (upper_length - lower_length)
     )  # never cheaper by drafting more
-    return seconds[lower] + slope * (drafted - lower)
+    return seconds[lower_length] + slope * (drafted - lower_length)

@@ -185,8 +185,10 @@ def _build_rotary(heads: DraftHeadDirectory, hidden: int, q_heads: int, head_siz
 
 def _tapped_blocks(heads: DraftHeadDirectory, layers: int) -> tuple[int, ...]:
     """Return the blocks whose inputs are read: from the configuration, or an early, a middle and a late one."""
-    key, nested = "eagle_aux_hidden_state_layer_ids", heads.config.get("eagle_config")
-    configured = {**(nested if isinstance(nested, dict) else {}), **heads.config}.get(key)
+    key, nested_config = "eagle_aux_hidden_state_layer_ids", heads.config.get("eagle_config")
+    configured = {**(nested_config if isinstance(nested_config, dict) else {}), **heads.config}.get(
+        key
+    )
     blocks = (2, layers // 2, layers - 3) if configured is None else configured
     is_valid = isinstance(blocks, list | tuple) and len(blocks) == NUM_TAPS
     if not is_valid or not all(type(block) is int and 0 <= block < layers for block in blocks):

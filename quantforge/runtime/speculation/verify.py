@@ -39,12 +39,12 @@ class VerifiedDraft:
         """Return the last accepted node, after which the next token is chosen."""
         return self.path[-1] if self.path else ROOT
 
-    def append_token(self, chosen: ChosenToken | InputError, stop: frozenset[int]) -> bool:
+    def append_token(self, chosen_token: ChosenToken | InputError, stop: frozenset[int]) -> bool:
         """Append the next chosen token; return whether it was drafted, so that verification continues."""
-        self.chosen.append(chosen)
-        if isinstance(chosen, InputError) or chosen.token in stop:
+        self.chosen.append(chosen_token)
+        if isinstance(chosen_token, InputError) or chosen_token.token in stop:
             return False
-        child = self.tree.child(self.node, chosen.token)
+        child = self.tree.child(self.node, chosen_token.token)
         if child is None:
             self.missed = bool(self.tree.children(self.node))
             return False
@@ -84,13 +84,13 @@ def verify(
     while active:
         rows = [starts[text] + results[text].node + 1 for text in active]
         if batch_chosen:
-            chosen: list[ChosenToken | InputError] = [batch_chosen[row] for row in rows]
+            chosen_tokens: list[ChosenToken | InputError] = [batch_chosen[row] for row in rows]
         else:
             active_logits = logits if len(rows) == len(logits) else logits[rows]
-            chosen = _choose_or_error(active_logits, [samplers[text] for text in active])
+            chosen_tokens = _choose_or_error(active_logits, [samplers[text] for text in active])
         active = [
             text
-            for text, token in zip(active, chosen, strict=True)
+            for text, token in zip(active, chosen_tokens, strict=True)
             if results[text].append_token(token, stops[text])
         ]
     return results
