@@ -90,11 +90,11 @@ def check_arguments(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P,
             for name, parameter in signature(verb).parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        known = {*parameters, *(name for kind in kinds for name in kind.__annotations__)}
+        known_options = {*parameters, *(name for kind in kinds for name in kind.__annotations__)}
 
         @wraps(verb)
         def checked(*args: P.args, **options: P.kwargs) -> R:
-            check_names(options, known)
+            check_names(options, known_options)
             for kind in kinds:
                 check_types(kind, options)
             check_types(verb, {**dict(zip(parameters, args, strict=False)), **options})

@@ -162,7 +162,9 @@ def with_engine_defaults(engine: str, given_options: Mapping[str, Any]) -> dict[
         return options
     bits = options.pop("bits", None) or 4
     if bits not in target.default_options:
-        nearest_bits = min(target.default_options, key=lambda known: (abs(known - bits), known))
+        nearest_bits = min(
+            target.default_options, key=lambda supported: (abs(supported - bits), supported)
+        )
         raise UsageError(
             f"--for {engine} --bits {bits}: it is fast with {join_with_or(target.default_options)} bits",
             f"--bits {nearest_bits}",

@@ -204,8 +204,8 @@ def _closest(word: str, choices: Sequence[str]) -> Sequence[str]:
     ]
 
 
-def _similarity(candidate: str, typed: str) -> float:
-    return SequenceMatcher(None, candidate.lower(), typed.lower()).ratio()
+def _similarity(candidate: str, word: str) -> float:
+    return SequenceMatcher(None, candidate.lower(), word.lower()).ratio()
 
 
 def _letters_and_digits(text: str) -> str:

@@ -172,8 +172,8 @@ def words_per_row(columns: int, bits: int) -> int:
 
 def _integer_grid(bits: int) -> Grid:
     zeros, shrinkage = (Zero.NONE, Zero.INT, Zero.MIN), 0.05 if bits == 2 else 0.0
-    packer, passes = "quantforge.packers.integer", 2 if bits <= 3 else 1
-    return Grid(bits, packer, zeros=zeros, passes=passes, shrinkage=shrinkage)
+    packer, num_passes = "quantforge.packers.integer", 2 if bits <= 3 else 1
+    return Grid(bits, packer, zeros=zeros, passes=num_passes, shrinkage=shrinkage)
 
 
 def _codebook_grid() -> Grid:
@@ -199,13 +199,13 @@ def _float8_grid(short: str = "") -> Grid:
 
 
 def _microscaling_grid(bits: int, group: int, scale: ScaleType) -> Grid:
-    passes = 4 if scale is ScaleType.E4M3 else 2
+    num_passes = 4 if scale is ScaleType.E4M3 else 2
     code_values = E2M1_VALUES if bits == 4 else ()
     return Grid(
         bits,
         "quantforge.packers.fp4",
         fixed=(PerGroup(group), scale),
-        passes=passes,
+        passes=num_passes,
         code_values=code_values,
     )
 

@@ -114,11 +114,11 @@ def _fixed_layout_scheme(text: str, fields: list[str]) -> Scheme:
     grid = fields[0]
     if len(fields) > 1:
         raise InputError(f"scheme '{text}': the layout of {grid} is fixed", f"write {grid}")
-    known = GRIDS[grid]
-    if known.fixed is not None:
-        granularity, scale = known.fixed
+    grid_info = GRIDS[grid]
+    if grid_info.fixed is not None:
+        granularity, scale = grid_info.fixed
         return Scheme(grid, granularity, Zero.NONE, scale)
-    block = known.block
+    block = grid_info.block
     assert block is not None
     return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
 
@@ -133,32 +133,35 @@ def _granularity(text: str, field: str, grid: str) -> Granularity:
         granularity = PerTensor()
     elif (match := _TILE.fullmatch(field)) and GRIDS[grid].tiles:
         granularity = Tile(int(match[1]), int(match[2]))
-    known = "g128 (any size), row or tensor"
+    known_text = "g128 (any size), row or tensor"
     if GRIDS[grid].groups_only:
-        known = "g64 (any size)"
+        known_text = "g64 (any size)"
         granularity = granularity if isinstance(granularity, PerGroup) else None
     elif GRIDS[grid].tiles:
-        known += ", or 128x128"
+        known_text += ", or 128x128"
     if granularity is None:
-        raise InputError(f"scheme '{text}': unknown granularity '{field}'", f"write {known}")
+        raise InputError(f"scheme '{text}': unknown granularity '{field}'", f"write {known_text}")
     return granularity
 
 
 def _zero_point(text: str, field: str, grid: str) -> Zero:
-    known = GRIDS[grid].zeros
-    if field in known:
+    allowed_zeros = GRIDS[grid].zeros
+    if field in allowed_zeros:
         return Zero(field)
-    raise InputError(f"scheme '{text}': unknown zero '{field}'", f"write {' or '.join(known)}")
+    raise InputError(
+        f"scheme '{text}': unknown zero '{field}'", f"write {' or '.join(allowed_zeros)}"
+    )
 
 
 def _scale_type(text: str, fields: list[str], grid: str) -> ScaleType | None:
     if not fields:
         return None
-    known = GRIDS[grid].scales
-    if fields[0] in known:
+    allowed_scales = GRIDS[grid].scales
+    if fields[0] in allowed_scales:
         return ScaleType(fields[0])
     raise InputError(
-        f"scheme '{text}': unknown scale type '{fields[0]}'", nearest_hint(fields[0], known)
+        f"scheme '{text}': unknown scale type '{fields[0]}'",
+        nearest_hint(fields[0], allowed_scales),
     )
 
 

@@ -282,11 +282,11 @@ def read_recipe(path: Path) -> Recipe:
 
 def value_hint(name: str, value: object) -> str:
     """Return what to type instead of a value that a key does not allow."""
-    known, other_tools = VALUES[name], OTHER_TOOLS_VALUES.get(name, {})
+    known_values, other_tools = VALUES[name], OTHER_TOOLS_VALUES.get(name, {})
     text = str(value).lower()
     if other_tools and "," in text:  # of keys, and of values
         return next(iter(other_tools.values()))
-    return nearest_hint(text, known, other_tools)
+    return nearest_hint(text, known_values, other_tools)
 
 
 def check_fields(options: Any) -> None:
@@ -308,9 +308,9 @@ def check_fields(options: Any) -> None:
             _check_type(hints[item.name], getattr(options, item.name), origin)
         except InputError as error:
             raise RecipeError(error.message, error.hint) from None
-    for name, allowed in VALUES.items():
+    for name, allowed_values in VALUES.items():
         value_table, _, key = name.rpartition(".")
-        if value_table == table and (value := getattr(options, key)) not in allowed:
+        if value_table == table and (value := getattr(options, key)) not in allowed_values:
             raise RecipeError(f"{name} = {value!r}", value_hint(name, value))
     for name, (minimum, maximum) in LIMITS.items():
         value_table, _, key = name.rpartition(".")
@@ -390,11 +390,11 @@ def build_dataclass(kind: type[Any], data: Mapping[str, Any], origin: str) -> An
         InputError: a key is unknown or missing, or a value has the wrong type; ``origin`` says where.
     """
     hints = get_type_hints(kind)
-    known = {item.name for item in fields(kind)}
+    field_names = {item.name for item in fields(kind)}
     values: dict[str, Any] = {}
     for key, value in data.items():
-        if key not in known:
-            names = {"rule" if name == "rules" else name for name in known}
+        if key not in field_names:
+            names = {"rule" if name == "rules" else name for name in field_names}
             raise InputError(f"{origin}: unknown key '{key}'", nearest_hint(key, names))
         values[key] = _convert_value(hints[key], value, f"{origin}: {key}")
     for item in fields(kind):
@@ -416,14 +416,14 @@ def _convert_value(hint: Any, value: Any, origin: str) -> Any:
         if not isinstance(value, list):
             raise InputError(f"{origin}: a list is expected", 'e.g. ["lm_head"]')
         return tuple(_convert_value(get_args(hint)[0], item, origin) for item in value)
-    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+    allowed_types = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if float in allowed_types and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) not in allowed:
-        names = " or ".join(item.__name__ for item in allowed if item is not type(None))
-        example = next((text for kind, text in _EXAMPLES.items() if kind in allowed), "")
-        typed = f"e.g. {origin.rsplit(' ', 1)[-1]} = {example}"
-        raise InputError(f"{origin} = {value!r}: {names} is expected", typed)
+    if type(value) not in allowed_types:
+        names = " or ".join(item.__name__ for item in allowed_types if item is not type(None))
+        example = next((text for kind, text in _EXAMPLES.items() if kind in allowed_types), "")
+        example_text = f"e.g. {origin.rsplit(' ', 1)[-1]} = {example}"
+        raise InputError(f"{origin} = {value!r}: {names} is expected", example_text)
     return value
 
 

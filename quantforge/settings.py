@@ -135,8 +135,8 @@ def usable_processors() -> int:
 def memory_bytes() -> int | None:
     """Return the memory of this machine in bytes, None if the system does not report it."""
     names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-    known = getattr(os, "sysconf_names", {})
-    return math.prod(map(os.sysconf, names)) if known.keys() >= {*names} else None
+    sysconf_names = getattr(os, "sysconf_names", {})
+    return math.prod(map(os.sysconf, names)) if sysconf_names.keys() >= {*names} else None
 
 
 def check_device_name(device: str) -> str:

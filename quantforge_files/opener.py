@@ -234,8 +234,8 @@ class Opener:
         return self.error(what, hint, str(path), str(path))
 
     def _unreadable_error(self, path: Path, error: OSError) -> Exception:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        hint = "check the path" if missing else "check links and permissions"
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        hint = "check the path" if is_missing else "check links and permissions"
         return self._error(path, str(error.strerror), hint)
 
 

@@ -140,9 +140,12 @@ def pack_images(
     filler_characters = (character for text in cycle([*builtin()]) for character in text)
     packed_rows, ids = [], [torch.empty(0, length, dtype=torch.int64)]
     dropped = filler_tokens = 0
-    for group, used in islice(_group_documents(measured, length), rows):
-        missing_tokens = max(0, length - used)
-        dropped, filler_tokens = dropped + max(0, used - length), filler_tokens + missing_tokens
+    for group, used_tokens in islice(_group_documents(measured, length), rows):
+        missing_tokens = max(0, length - used_tokens)
+        dropped, filler_tokens = (
+            dropped + max(0, used_tokens - length),
+            filler_tokens + missing_tokens,
+        )
         filler = "".join(
             islice(filler_characters, BYTES_PER_TOKEN * (missing_tokens + SPARE_TOKENS))
         )

@@ -205,10 +205,10 @@ def _measure_server(requests: Sequence[TimedRequest], options: BenchOptions) -> 
     from quantforge.evaluation.bench_senders import send_to_server
 
     with phase(f"serving {options.url}", 1.0):
-        served = send_to_server(
+        served_requests = send_to_server(
             options.url, options.served_name, requests, _progress_callback(requests)
         )
-    return BenchRow(options.url, summarize(served, options.slo, options.price))
+    return BenchRow(options.url, summarize(served_requests, options.slo, options.price))
 
 
 def _progress_callback(requests: Sequence[TimedRequest]) -> Callable[[int], None]:

@@ -164,10 +164,10 @@ def _missing_extras(document: Mapping[str, Any], out: Path, settings: Settings) 
         "mmproj": (settings.mmproj, projector_name(out)),
     }
     names = tuple(document.get("outputs", ()))
-    missing = [
+    missing_files = [
         name
         for name, (requested, ending) in extras.items()
         if requested and not any(output.endswith(ending) for output in names)
     ]
     signed = settings.sign is None or signature_path(out).exists()
-    return missing if signed else [*missing, "signature"]
+    return missing_files if signed else [*missing_files, "signature"]

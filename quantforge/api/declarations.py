@@ -29,16 +29,16 @@ class Declarations:
 
         Rows of a fused linear are given as ``[start, stop]`` if they are contiguous, else as a list of all indices.
         """
-        architecture, sizes, derived = (
+        architecture, sizes, derivation = (
             self.architecture,
             self.dimensions,
             self.architecture.derivation,
         )
-        assert derived is not None
+        assert derivation is not None
         return {
             "schema": "quantforge.declarations/1",
             "model_type": architecture.model_type,
-            "source": derived.source,
+            "source": derivation.source,
             "blocks": architecture.blocks,
             "embedding": architecture.embedding,
             "head": architecture.head,
@@ -46,8 +46,8 @@ class Declarations:
             "sizes": {
                 name: getattr(sizes, name) for name in ("hidden", "heads", "kv_heads", "head")
             },
-            "layers": list(derived.kinds),
-            "unobserved": list(derived.unobserved),
+            "layers": list(derivation.kinds),
+            "unobserved": list(derivation.unobserved),
             "kinds": [_layer_kind_json(architecture, sizes, kind) for kind in architecture.kinds],
         }
 

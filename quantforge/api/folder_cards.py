@@ -312,16 +312,16 @@ def _table_row(file: FolderFile) -> str:
 
 def _choice_lines(files: Sequence[FolderFile], context: int) -> Iterator[str]:
     """Yield the lines of the section that recommends a file for each memory size."""
-    measured = _all_measured(files)
+    all_measured = _all_measured(files)
     yield from ("## Which one", "")
     yield from ("| memory | file | needs |", "|---:|---|---:|")
     for memory, best in _recommended_files(files):
         yield f"| {memory} GB | {code(best.name)} | {size(best.memory_bytes)} |"
     yield ""
     yield f"Needs: weights, cache and activations of one sequence of {context} tokens; system and engine take more."
-    yield f"The file is the one with the {'least divergence' if measured else 'most bits per weight'}."
+    yield f"The file is the one with the {'least divergence' if all_measured else 'most bits per weight'}."
     dominated = {file.name: better for file in files if (better := _better_file_name(file, files))}
-    if measured and dominated:
+    if all_measured and dominated:
         pairs = "; ".join(
             f"{code(name)} ({code(better_name)})" for name, better_name in dominated.items()
         )
@@ -335,10 +335,10 @@ def choose_example_file(files: Sequence[FolderFile]) -> FolderFile:
     recommended = [best for _, best in _recommended_files(files)] or [
         _best_file(files, measured=_all_measured(files))
     ]
-    measured = [file for file in files if file.divergence is not None]
-    candidates = [file for file in recommended if file in measured]
+    measured_files = [file for file in files if file.divergence is not None]
+    candidates = [file for file in recommended if file in measured_files]
     return min(
-        candidates or measured or recommended, key=lambda file: abs(file.bits - TYPICAL_BITS)
+        candidates or measured_files or recommended, key=lambda file: abs(file.bits - TYPICAL_BITS)
     )
 
 

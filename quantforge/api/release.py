@@ -137,10 +137,12 @@ class Released:
 
     def check_gates(self) -> None:
         """Raise `GateError` if variants fail gates (limits); the message names all of them."""
-        failed = [f"{variant.name}: {text}" for variant in self.variants for text in variant.failed]
-        if failed:
+        failed_gates = [
+            f"{variant.name}: {text}" for variant in self.variants for text in variant.failed
+        ]
+        if failed_gates:
             raise GateError(
-                f"{len(failed)} gate(s) failed: {'; '.join(failed)}",
+                f"{len(failed_gates)} gate(s) failed: {'; '.join(failed_gates)}",
                 "the others are finished, and upload.sh leaves these out; use more bits, or raise the limit",
             )
 
@@ -383,10 +385,10 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
     for variant in planned.spec.variants:
         out, plan = outs[variant.name], planned.variants.jobs[variant.name].planned.plan
         scored = scores_by_variant.get(variant.name, {})
-        failed = variant.gates.failed({**scored, "weight_bytes": plan.output_bytes})
+        failed_gates = variant.gates.failed({**scored, "weight_bytes": plan.output_bytes})
         released.append(
             ReleasedVariant(
-                variant.name, out, plan.format, plan.method, plan.output_bytes, scored, failed
+                variant.name, out, plan.format, plan.method, plan.output_bytes, scored, failed_gates
             )
         )
         if out.is_dir():
@@ -490,9 +492,11 @@ def _write_cards(
         return
     from quantforge.evaluation.card_section import measured_section, model_index
 
-    failed = {str(variant.out) for variant in released if variant.out.is_file() and variant.failed}
+    failed_paths = {
+        str(variant.out) for variant in released if variant.out.is_file() and variant.failed
+    }
     passed_rows = replace(
-        evaluation, rows=tuple(row for row in evaluation.rows if row["path"] not in failed)
+        evaluation, rows=tuple(row for row in evaluation.rows if row["path"] not in failed_paths)
     )
     folders = [variant.out.parent for variant in files] + [
         variant.out for variant in released if variant.out.is_dir()

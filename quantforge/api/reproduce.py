@@ -125,7 +125,7 @@ def _compare_results(path: Path, recorded: Mapping[str, Any], out: Path) -> Repr
         name: entry for name, entry in recorded["outputs"].items() if name not in manifest.MUTABLE
     }
     left_out = tuple(sorted(name for name in outputs if name.endswith(ignored))) if ignored else ()
-    present = {name: _digest(root / name, root) for name in outputs.keys() - {*left_out}}
+    digests_by_name = {name: _digest(root / name, root) for name in outputs.keys() - {*left_out}}
     rebuilt_outputs = rebuilt["outputs"]
     rebuilt_outputs = (
         rebuilt_outputs
@@ -137,13 +137,19 @@ def _compare_results(path: Path, recorded: Mapping[str, Any], out: Path) -> Repr
         for name, entry in rebuilt_outputs.items()
         if name not in manifest.MUTABLE and not (ignored and name.endswith(ignored))
     }
-    names = sorted(present.keys() | rebuilt_digests.keys())
+    names = sorted(digests_by_name.keys() | rebuilt_digests.keys())
     recorded_versions, current_versions = recorded.get("versions", {}), rebuilt["versions"]
     return Reproduced(
         path=path,
         files=len(names),
-        differing=tuple(name for name in names if present.get(name) != rebuilt_digests.get(name)),
-        edited=tuple(name for name in sorted(present) if present[name] != outputs[name]["sha256"]),
+        differing=tuple(
+            name for name in names if digests_by_name.get(name) != rebuilt_digests.get(name)
+        ),
+        edited=tuple(
+            name
+            for name in sorted(digests_by_name)
+            if digests_by_name[name] != outputs[name]["sha256"]
+        ),
         left_out=left_out,
         versions={
             key: [recorded_versions.get(key, ""), current_versions.get(key, "")]

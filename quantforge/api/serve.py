@@ -77,19 +77,21 @@ def serve(
 
     listening_socket = listen(checked_options["host"], checked_options["port"])
     try:
-        served = served_model(model, settings, checked_options)
+        served_text_model = served_model(model, settings, checked_options)
         server_info = ListeningServer(
             url=server_url(listening_socket),
-            model=served.name,
-            chat=served.processor.template is not None,
-            context=served.max_total_tokens,
-            concurrent=served.rows,
-            cache_tokens=served.cache_tokens,
+            model=served_text_model.name,
+            chat=served_text_model.processor.template is not None,
+            context=served_text_model.max_total_tokens,
+            concurrent=served_text_model.rows,
+            cache_tokens=served_text_model.cache_tokens,
         )
         try:
-            create_server(served, lambda: ready(server_info)).run(sockets=[listening_socket])
+            create_server(served_text_model, lambda: ready(server_info)).run(
+                sockets=[listening_socket]
+            )
         finally:
-            served.engine.stop()
+            served_text_model.engine.stop()
     finally:
         listening_socket.close()
 

@@ -88,13 +88,15 @@ class Variants:
         for name, job in self.jobs.items():
             if name not in self.missing:
                 remove_run_files(job.out)
-        missing = {name: self.jobs[name] for name in self.missing}
-        for job in missing.values():
+        missing_jobs = {name: self.jobs[name] for name in self.missing}
+        for job in missing_jobs.values():
             job.check_text()
-        work = 2 * len(missing)
-        with phase("variants", min(0.95, work / (work + num_scored)) if missing else 0.0):
-            made_names = _make_all(missing, self.files, self.settings, lock_path)
-        return tuple(name for name in missing if name in made_names)
+        work_units = 2 * len(missing_jobs)
+        with phase(
+            "variants", min(0.95, work_units / (work_units + num_scored)) if missing_jobs else 0.0
+        ):
+            made_names = _make_all(missing_jobs, self.files, self.settings, lock_path)
+        return tuple(name for name in missing_jobs if name in made_names)
 
 
 def plan_variants(
@@ -130,8 +132,8 @@ def plan_variants(
             errors[name] = error
     for job in jobs.values():
         check_no_overlap(job.out, source.path)
-    missing = tuple(name for name, job in jobs.items() if not is_up_to_date(job, files))
-    return Variants(settings, source, files, jobs, missing), errors
+    missing_names = tuple(name for name, job in jobs.items() if not is_up_to_date(job, files))
+    return Variants(settings, source, files, jobs, missing_names), errors
 
 
 def _plan_variant(

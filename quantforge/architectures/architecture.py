@@ -218,13 +218,15 @@ class Architecture:
     def for_stored_names(self, names: Iterable[str]) -> Architecture:
         """Adapt the declarations to files that store `joined_tensors` instead of their parts."""
         ends = tuple(f".{name}" for name in self.joined_tensors)
-        present = {
+        stored_joined = {
             end for name in names if name.endswith(ends) for end in ends if name.endswith(end)
         }
-        if not present:
+        if not stored_joined:
             return self
         joined_tensors = {
-            name: parts for name, parts in self.joined_tensors.items() if f".{name}" in present
+            name: parts
+            for name, parts in self.joined_tensors.items()
+            if f".{name}" in stored_joined
         }
         return replace(
             self, kinds=tuple(_with_joined_tensors(kind, joined_tensors) for kind in self.kinds)

@@ -88,8 +88,8 @@ class _ValueRule(NamedTuple):
 
 
 def _is_finite_number(value: Any) -> bool:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _is_null_or_positive(value: Any) -> bool:

@@ -147,14 +147,14 @@ def _family_size(
     if isinstance(keys, int):
         return _checked_size(name, keys, _MAX_SIZES["ffn"])
     values = {**defaults, **config}
-    present = [key for key in keys if config.get(key) is not None]
-    if len({config[key] for key in present if isinstance(config[key], int)}) > 1:
+    present_keys = [key for key in keys if config.get(key) is not None]
+    if len({config[key] for key in present_keys if isinstance(config[key], int)}) > 1:
         raise InputError(
-            f"{' and '.join(f'{key} = {config[key]}' for key in present)} contradict each other",
+            f"{' and '.join(f'{key} = {config[key]}' for key in present_keys)} contradict each other",
             "remove the one that is wrong",
             subject="config.json",
         )
-    key = present[0] if present else keys[0]
+    key = present_keys[0] if present_keys else keys[0]
     return _checked_size(key, values.get(key), _MAX_SIZES["ffn"])
 
 
@@ -172,7 +172,9 @@ def listed_layer_types(config: Mapping[str, Any]) -> list[str] | None:
     return None if kinds is None else [str(kind) for kind in kinds]
 
 
-def _check_layer_types(config: Mapping[str, Any], layers: int, allowed: frozenset[str]) -> None:
+def _check_layer_types(
+    config: Mapping[str, Any], layers: int, allowed_types: frozenset[str]
+) -> None:
     """Refuse ``layer_types`` of the wrong length or with unknown words, and windows that are not integers in range.
 
     Raises:
@@ -181,12 +183,12 @@ def _check_layer_types(config: Mapping[str, Any], layers: int, allowed: frozense
     types = config.get("layer_types")
     if types is not None:
         is_valid = (
-            isinstance(types, list) and len(types) == layers and {*map(str, types)} <= allowed
+            isinstance(types, list) and len(types) == layers and {*map(str, types)} <= allowed_types
         )
         if not is_valid:
             raise InputError(
                 f"layer_types = {str(types)[:60]}",
-                f"a list of {layers}, each of them {' or '.join(sorted(allowed - {''}))}",
+                f"a list of {layers}, each of them {' or '.join(sorted(allowed_types - {''}))}",
                 subject="config.json",
             )
     for key, minimum in (

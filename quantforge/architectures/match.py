@@ -235,9 +235,9 @@ def match_tensors(
         return _match_names(config, tower, headers, reason)
     try:
         architecture.check_required_values(tower)
-    except InputError as refused:
+    except InputError as error:
         _refuse_packed(headers)
-        return _match_names(config, tower, headers, refused.message)
+        return _match_names(config, tower, headers, error.message)
     return _match_declarations(
         architecture.for_config(tower), config, tower, headers, derived.names if derived else {}
     )

@@ -176,7 +176,7 @@ def stacked_experts(
         stored_one: names of gate, up and down of a single expert in files, if different.
     """
     names = stored_one or ("gate_proj", "up_proj", "down_proj")
-    single = single_experts(width, module=module, stored=names)
+    expert_mixer = single_experts(width, module=module, stored=names)
     gate_up_shape, down_shape = (f"2*{width}", "hidden"), ("hidden", width)
     gate_up, down = f"{module}.gate_up_proj", f"{module}.down_proj"
     stacks = [
@@ -189,15 +189,15 @@ def stacked_experts(
         Parameter(f"{gate_up}_bias", ("experts", gate_up_shape[0])),
         Parameter(f"{down}_bias", ("experts", down_shape[0])),
     )
-    first, last = single.inputs
+    first, last = expert_mixer.inputs
     return Mixer(
-        (*stacks, *(bias_parameters if biases else ()), *single.parameters),
+        (*stacks, *(bias_parameters if biases else ()), *expert_mixer.parameters),
         (first, replace(last, scale_fold=None) if biases else last),
         tuple(
             replace(
                 stack, transposed=transposed, interleaved=interleaved and stack.parameter == gate_up
             )
-            for stack in single.stacks
+            for stack in expert_mixer.stacks
         ),
         mlp_activations=4,
     )

@@ -340,8 +340,8 @@ def base_model(given_name: str, document: Mapping[str, Any], config: Mapping[str
             names.append(source.get("model"))
         names.append(entry.get("base_model"))
         entry = entry.get("lineage")
-    known = (given_name, *reversed(names))
-    return next((name for name in known if isinstance(name, str) and is_hub_name(name)), "")
+    known_names = (given_name, *reversed(names))
+    return next((name for name in known_names if isinstance(name, str) and is_hub_name(name)), "")
 
 
 def front_matter(

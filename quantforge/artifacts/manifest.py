@@ -165,8 +165,8 @@ def finish_manifest(
     files = [
         path for path in files if path.name != manifest_name and path.suffix != SIGNATURE_SUFFIX
     ]
-    complete = {**document, "outputs": file_digests(stage, files, workers)}
-    return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
+    full_document = {**document, "outputs": file_digests(stage, files, workers)}
+    return (json.dumps(full_document, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 # Types of the manifest fields that are used: of a table, those of its keys; under `_EVERY_VALUE`, that of all values.
@@ -329,8 +329,8 @@ def source_file_digests(
     """Return size and digest of every file of a model that is read, by its name inside the model."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     weights = {
-        str(path.relative_to(root)): {"bytes": known.size, "sha256": known.sha256}
-        for path, known in (checksums or weight_checksums(checkpoint)).items()
+        str(path.relative_to(root)): {"bytes": checksum.size, "sha256": checksum.sha256}
+        for path, checksum in (checksums or weight_checksums(checkpoint)).items()
     }
     return dict(sorted({**weights, **digest_small_files(checkpoint)}.items()))
 

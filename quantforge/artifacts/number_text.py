@@ -27,12 +27,12 @@ def value_and_error(value: float, error: float | None) -> str:
     text = significant(value)
     if error is None:
         return text
-    rounded = f"{error:.{len(text.partition('.')[2])}f}"
-    if "e" in text or (error and not float(rounded)):
+    error_text = f"{error:.{len(text.partition('.')[2])}f}"
+    if "e" in text or (error and not float(error_text)):
         exponent = int(f"{error:.0e}".partition("e")[2])
         scientific = "e" in text or exponent < MIN_EXPONENT
-        rounded = f"{error:.0e}" if scientific else f"{error:.{-exponent}f}"
-    return f"{text} ± {rounded}"
+        error_text = f"{error:.0e}" if scientific else f"{error:.{-exponent}f}"
+    return f"{text} ± {error_text}"
 
 
 def size_and_bytes(nbytes: int) -> str:

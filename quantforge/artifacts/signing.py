@@ -105,13 +105,13 @@ def _signed_digests(bundle: Path, data: bytes) -> dict[str, str]:
 def _difference(result: Path, signed: dict[str, str]) -> str:
     """Return which files differ from a signature (changed, missing, added) as text; "" if none do."""
     root = result if result.is_dir() else result.parent
-    present = _present_files(result) if result.is_dir() else set()
-    missing = {name for name in signed if not (root / name).is_file()}
+    present_files = _present_files(result) if result.is_dir() else set()
+    missing_files = {name for name in signed if not (root / name).is_file()}
     differences = {
         "changed since": {name for name in signed if not _has_digest(root, name, signed[name])}
-        - missing,
-        "missing": missing,
-        "not signed": present - {*signed} - unsigned_files(result.name, one_file=False),
+        - missing_files,
+        "missing": missing_files,
+        "not signed": present_files - {*signed} - unsigned_files(result.name, one_file=False),
     }
     difference_texts = [
         f"{kind}: {', '.join(sorted(names)[:_MAX_NAMES])}"

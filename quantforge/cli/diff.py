@@ -96,15 +96,15 @@ def _metadata_lines(
     reported = set()
     for key, (first_value, second_value) in differing.items():
         section = key.partition(".")[0]
-        missing = [side for side in SIDES if section in missing_sections.get(side, ())]
-        if not missing:
+        missing_sides = [side for side in SIDES if section in missing_sections.get(side, ())]
+        if not missing_sides:
             fields = [*_differing_fields(key, first_value, second_value)]
             yield from fields[:MAX_LISTED]
             if len(fields) > MAX_LISTED:
                 yield f"{key}: {len(fields) - MAX_LISTED} more fields differ (--json lists all)"
         elif section not in reported:
             reported.add(section)
-            yield f"{section}: the {missing[0]} has none, so what was done cannot be compared"
+            yield f"{section}: the {missing_sides[0]} has none, so what was done cannot be compared"
 
 
 def _differing_fields(name: str, first: object, second: object) -> Iterator[str]:

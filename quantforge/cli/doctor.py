@@ -42,9 +42,9 @@ def doctor(as_json: options.Json = False) -> None:
         console.print_table(
             ("check", "status", "detail"), [(name, status, text) for status, name, text in checks]
         )
-    failed = [name for status, name, _ in checks if status == "FAIL"]
-    if failed:
-        raise GateError(f"failed here: {', '.join(failed)}", "the table says what to do")
+    failed_checks = [name for status, name, _ in checks if status == "FAIL"]
+    if failed_checks:
+        raise GateError(f"failed here: {', '.join(failed_checks)}", "the table says what to do")
 
 
 def _packages() -> list[Check]:
@@ -60,11 +60,11 @@ def _packages() -> list[Check]:
     return checks
 
 
-def _version(name: str, missing: str, detail: str) -> Check:
+def _version(name: str, status_if_missing: str, detail: str) -> Check:
     try:
         return ("PASS", name, version(name))
     except PackageNotFoundError:
-        return (missing, name, detail)
+        return (status_if_missing, name, detail)
 
 
 def _cpu_programs() -> list[Check]:

@@ -233,11 +233,11 @@ def evaluate(
     else:
         show_tables(console, evaluation, wide=wide)
     save_reports(evaluation, report or [], overwrite=overwrite)
-    failed = failed_gates(evaluation, limit, max_kl)
-    write_summary(summary, evaluation, failed)
-    if failed:
+    failure_text = failed_gates(evaluation, limit, max_kl)
+    write_summary(summary, evaluation, failure_text)
+    if failure_text:
         raise GateError(
-            failed, "use more bits, smaller groups or another method, or raise the limit"
+            failure_text, "use more bits, smaller groups or another method, or raise the limit"
         )
 
 
@@ -307,16 +307,20 @@ def failed_gates(
         ("perplexity_increase", max_ppl_increase, "perplexity increased by {:.2%}, at most {:.2%}"),
         ("kl_mean", max_kl, "KL divergence {:.4g}, at most {:.4g}"),
     )
-    failed = [
+    failure_texts = [
         f"{row['path']}: {text.format(row[key], limit)}"
         for row in evaluation.rows[1:]
         for key, limit, text in limits
         if limit is not None and row[key] > limit
     ]
-    return f"{len(failed)} quality gate(s) failed: {'; '.join(failed)}" if failed else ""
+    return (
+        f"{len(failure_texts)} quality gate(s) failed: {'; '.join(failure_texts)}"
+        if failure_texts
+        else ""
+    )
 
 
-def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -> None:
+def write_summary(path: Path | None, evaluation: Evaluation, failure_text: str = "") -> None:
     """Append the table and verdict of an evaluation to a CI job summary, as GitHub-flavored Markdown.
 
     All steps of a job append to the same file (`GITHUB_STEP_SUMMARY` on GitHub).
@@ -324,7 +328,7 @@ def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -
     Args:
         path: the summary file; nothing is written if it is None.
         evaluation: the evaluation.
-        failed: message about failed gates, from `failed_gates`.
+        failure_text: message about failed gates, from `failed_gates`.
 
     Raises:
         ResourceError: the file cannot be written.
@@ -332,7 +336,7 @@ def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -
     if path is not None:
         from quantforge.evaluation.report import render  # with torch
 
-        verdict = f"**Failed:** {failed}\n\n" if failed else ""
+        verdict = f"**Failed:** {failure_text}\n\n" if failure_text else ""
         append_to_file(
             path, f"## Evaluation\n\n{verdict}{render(evaluation, 'markdown')}\n".encode()
         )

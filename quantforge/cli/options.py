@@ -32,13 +32,13 @@ Completer = Callable[[str], list[str]]
 
 def complete_from(*choice_lists: Iterable[str]) -> Completer:
     """Return a shell completer for words of some lists; of a sum such as ``awq+gptq`` it completes the last part."""
-    known = [choice for choices in choice_lists for choice in choices]
+    all_choices = [choice for choices in choice_lists for choice in choices]
 
     def complete(incomplete: str) -> list[str]:
         head, plus, last = incomplete.rpartition("+")
         return [
             f"{head}{plus}{choice}"
-            for choice in known
+            for choice in all_choices
             if choice.startswith(last) and choice not in head
         ]
 
@@ -349,14 +349,14 @@ def with_option_groups(
 
         @wraps(verb)
         def command(**values: Any) -> None:
-            typed: dict[str, dict[str, Any]] = {}
+            options_by_group: dict[str, dict[str, Any]] = {}
             for name, options in group_parameters.items():
                 values_of_group = {item.name: values.pop(item.name) for item in options}
                 # A switch that is off does not override the recipe.
-                typed[name] = {
+                options_by_group[name] = {
                     key: None if value is False else value for key, value in values_of_group.items()
                 }
-            verb(**values, **typed)
+            verb(**values, **options_by_group)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in parameters}

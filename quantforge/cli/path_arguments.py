@@ -22,10 +22,10 @@ def restore_typed_paths(text: str) -> str:
     """Return a text in which paths are replaced with what the user typed."""
     if "/" not in text:
         return text
-    for pattern, typed in _path_patterns(
+    for pattern, typed_path in _path_patterns(
         tuple(sys.argv[1:]), _working_directory(), os.environ.get("HOME", "")
     ):
-        text = pattern.sub(typed.replace("\\", r"\\"), text)
+        text = pattern.sub(typed_path.replace("\\", r"\\"), text)
     return text
 
 

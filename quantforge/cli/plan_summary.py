@@ -386,12 +386,12 @@ def show_capacity(console: Console, capacity: Capacity, rows: list[CardCapacity]
 
 
 def _capacity_cells(row: CardCapacity, priced: bool) -> Iterator[str]:
-    known = bool(row.card.memory)
+    has_memory = bool(row.card.memory)
     yield row.name
-    yield size(row.card.memory) if known else "-"
-    yield ("yes" if row.fits else "no") if known else "-"
-    yield str(row.largest_batch) if known else "-"
-    yield str(row.largest_context) if known else "-"
+    yield size(row.card.memory) if has_memory else "-"
+    yield ("yes" if row.fits else "no") if has_memory else "-"
+    yield str(row.largest_batch) if has_memory else "-"
+    yield str(row.largest_context) if has_memory else "-"
     yield "-" if row.seconds_per_token is None else significant(1e3 * row.seconds_per_token)
     yield "-" if row.tokens_per_second is None else significant(row.tokens_per_second)
     yield row.bound or "-"

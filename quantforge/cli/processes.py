@@ -73,7 +73,9 @@ def console_from_options(run_options: OptionValues) -> Console:
 def settings_from_options(run_options: OptionValues, console: Console, **extra: Any) -> Settings:
     """Return the settings of a run from the verb's run options; ``extra`` are further settings."""
     jobs, names = run_options.get("jobs", 1), ("input_bits", "activations", "offline")
-    typed = {name: run_options[name] for name in names if run_options.get(name) is not None}
+    given_settings = {
+        name: run_options[name] for name in names if run_options.get(name) is not None
+    }
     return Settings(
         **{
             "device": rank_device(run_options.get("device", "cpu")),
@@ -83,7 +85,7 @@ def settings_from_options(run_options: OptionValues, console: Console, **extra: 
             "policy": build_policy(bool(run_options.get("strict")), run_options.get("allow")),
             "progress": console.show_progress,
             "note": console.note,
-            **typed,
+            **given_settings,
             **extra,
         }
     )
@@ -165,9 +167,9 @@ def worker_processes(jobs: int, note: Callable[[str], None]) -> Iterator[list[Fa
     """
     if IS_WORKER.is_set():
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    failed: list[FailedProcess] = []
+    failed_processes: list[FailedProcess] = []
     if jobs == 1 or is_silent():
-        yield failed
+        yield failed_processes
         return
     workers: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
     with ExitStack() as open_workers:
@@ -177,10 +179,10 @@ def worker_processes(jobs: int, note: Callable[[str], None]) -> Iterator[list[Fa
                 workers.append(
                     (open_workers.enter_context(_start_worker(stderr_file)), stderr_file)
                 )
-            yield failed
+            yield failed_processes
             for worker, stderr_file in workers:
                 if code := worker.wait():
-                    failed.append({"exit_code": code, "stderr": _read_tail(stderr_file)})
+                    failed_processes.append({"exit_code": code, "stderr": _read_tail(stderr_file)})
         except BaseException:
             for worker, _ in workers:
                 worker.terminate()
@@ -188,13 +190,15 @@ def worker_processes(jobs: int, note: Callable[[str], None]) -> Iterator[list[Fa
             for worker, _ in workers:
                 worker.wait()
             raise
-    if failed:
-        codes = ", ".join(str(process["exit_code"]) for process in failed)
+    if failed_processes:
+        codes = ", ".join(str(process["exit_code"]) for process in failed_processes)
         details = "".join(
-            f"\n{text}" for text in dict.fromkeys(process["stderr"] for process in failed) if text
+            f"\n{text}"
+            for text in dict.fromkeys(process["stderr"] for process in failed_processes)
+            if text
         )
         note(
-            f"{len(failed)} of {jobs} processes failed (exit code {codes}); others did their part{details}"
+            f"{len(failed_processes)} of {jobs} processes failed (exit code {codes}); others did their part{details}"
         )
 
 

@@ -94,14 +94,14 @@ def release(
         return
     with (
         console.progress_meter(),
-        processes.worker_processes(run_options["jobs"], console.note) as failed,
+        processes.worker_processes(run_options["jobs"], console.note) as failed_processes,
     ):
         from quantforge import api
 
         released = api.release(spec, out, settings, only or (), max_bytes)
     if processes.is_silent():
         return
-    _print_release(console, released, summary, failed, settings)
+    _print_release(console, released, summary, failed_processes, settings)
     released.check_gates()
 
 
@@ -113,7 +113,7 @@ def _print_release(
     console: Console,
     released: Released,
     summary: Path | None,
-    failed: Sequence[processes.FailedProcess],
+    failed_processes: Sequence[processes.FailedProcess],
     settings: Settings,
 ) -> None:
     """Print the variants of a release, and append them to the CI summary."""
@@ -132,7 +132,11 @@ def _print_release(
         append_to_file(summary, _summary(rows, released).encode())
     if console.as_json:
         console.print_document(
-            {"schema": "quantforge.released/2", **released.document(), "failed_processes": failed}
+            {
+                "schema": "quantforge.released/2",
+                **released.document(),
+                "failed_processes": failed_processes,
+            }
         )
     else:
         console.print_table(_HEADERS, rows)
@@ -171,14 +175,14 @@ def _show_plan(
 
     planned = plan_release(spec, output, settings, only, budget)
     plans = {name: job.planned.plan for name, job in planned.variants.jobs.items()}
-    missing = planned.variants.missing
+    missing_names = planned.variants.missing
     rows = [
         {
             "name": name,
             "format": plan.format,
             "method": plan.method,
             "bytes": plan.output_bytes,
-            "made": name not in missing,
+            "made": name not in missing_names,
             "decisions": decisions(plan),
         }
         for name, plan in plans.items()
@@ -194,7 +198,7 @@ def _show_plan(
             plan.format,
             plan.method,
             size(plan.output_bytes),
-            "to be made" if name in missing else "finished",
+            "to be made" if name in missing_names else "finished",
         )
         for name, plan in plans.items()
     ]

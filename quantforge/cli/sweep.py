@@ -81,7 +81,7 @@ def sweep(
     grid, out = _parse_grid(over), output or _default_directory(model)
     with (
         console.progress_meter(),
-        processes.worker_processes(run_options["jobs"], console.note) as failed,
+        processes.worker_processes(run_options["jobs"], console.note) as failed_processes,
     ):
         from quantforge import api
         from quantforge.api.sweep import make_results
@@ -97,7 +97,7 @@ def sweep(
             **recipe_options,
             measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
         )
-    _show(console, sweep_result, failed, wide=wide)
+    _show(console, sweep_result, failed_processes, wide=wide)
     evaluate.save_reports(sweep_result.evaluation, report or [], overwrite=overwrite)
     evaluate.write_summary(summary, sweep_result.evaluation)
     _note_reports(console, report, summary)
@@ -113,13 +113,21 @@ def _note_reports(console: Console, reports: Sequence[Path] | None, summary: Pat
 
 
 def _show(
-    console: Console, sweep_result: Swept, failed: Sequence[processes.FailedProcess], *, wide: bool
+    console: Console,
+    sweep_result: Swept,
+    failed_processes: Sequence[processes.FailedProcess],
+    *,
+    wide: bool,
 ) -> None:
     for name, reason in sweep_result.left_out.items():
         console.note(f"{name} is left out: {reason}")
     if console.as_json:
         console.print_document(
-            {"schema": "quantforge.sweep/2", **sweep_result.document(), "failed_processes": failed}
+            {
+                "schema": "quantforge.sweep/2",
+                **sweep_result.document(),
+                "failed_processes": failed_processes,
+            }
         )
     else:
         evaluate.show_tables(console, sweep_result.evaluation, wide=wide)

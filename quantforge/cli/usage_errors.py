@@ -101,30 +101,32 @@ def convert_parser_error(error: Any, arguments: list[str], group: Any) -> UsageE
     )
 
 
-def verb_hint(typed: str, verbs: Collection[str]) -> str:
+def verb_hint(typed_verb: str, verbs: Collection[str]) -> str:
     """Return a hint for an unknown verb."""
-    typed = typed.lower()
+    typed_verb = typed_verb.lower()
     for aliases, hint in VERBS_OF_OTHER_TOOLS.items():
-        if typed in aliases.split():
+        if typed_verb in aliases.split():
             return hint
-    if close_matches := get_close_matches(typed, verbs, n=1):
+    if close_matches := get_close_matches(typed_verb, verbs, n=1):
         return f"did you mean '{close_matches[0]}'?"
-    if Path(typed).exists():
-        return f"a verb comes first: `quantforge inspect {typed}`"
+    if Path(typed_verb).exists():
+        return f"a verb comes first: `quantforge inspect {typed_verb}`"
     return f"verbs: {', '.join(verbs)}"
 
 
 def _option_hint(option: str, verb: str, group: Any) -> str:
     """Return a hint for an option that a verb does not have."""
-    typed = option.lstrip("-").lower().replace("_", "-")
-    known = _flags(group.commands[verb])
+    typed_name = option.lstrip("-").lower().replace("_", "-")
+    known_flags = _flags(group.commands[verb])
     for aliases, our_flags in OPTIONS_OF_OTHER_TOOLS.items():
-        if typed in aliases.split() and (matching := [flag for flag in our_flags if flag in known]):
+        if typed_name in aliases.split() and (
+            matching := [flag for flag in our_flags if flag in known_flags]
+        ):
             return f"here it is {matching[0]}"
     if verbs := [name for name, flag in group.commands.items() if option in _flags(flag)]:
         return f"it is an option of {', '.join(verbs)}"
     return _nearest_option(
-        f"--{typed}", group.commands[verb], f"`quantforge help {verb}` lists them"
+        f"--{typed_name}", group.commands[verb], f"`quantforge help {verb}` lists them"
     )
 
 

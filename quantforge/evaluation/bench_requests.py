@@ -308,29 +308,29 @@ class BenchFigures:
 
 
 def summarize(
-    served: Sequence[ServedRequest], slo: Slo | None, price_per_hour: float | None
+    served_requests: Sequence[ServedRequest], slo: Slo | None, price_per_hour: float | None
 ) -> BenchFigures:
     """Compute latency, throughput and cost of a stream of requests.
 
     Args:
-        served: all requests of the stream.
+        served_requests: all requests of the stream.
         slo: limits for the goodput, or None.
         price_per_hour: price of the machine per hour in any currency, or None.
     """
-    finished = [request for request in served if request.token_times and not request.error]
+    finished = [request for request in served_requests if request.token_times and not request.error]
     seconds = max((request.token_times[-1] for request in finished), default=0.0) - min(
-        request.arrival for request in served
+        request.arrival for request in served_requests
     )
     new_tokens = sum(len(request.token_times) for request in finished)
     within_limits = [request for request in finished if slo is not None and slo.is_met(request)]
     errors: dict[str, int] = {}
-    for request in served:
+    for request in served_requests:
         if request not in finished:
             reason = request.error or "no token came"
             errors[reason] = errors.get(reason, 0) + 1
     return BenchFigures(
-        requests=len(served),
-        failed=len(served) - len(finished),
+        requests=len(served_requests),
+        failed=len(served_requests) - len(finished),
         seconds=max(0.0, seconds),
         prompt_tokens=sum(request.prompt_tokens for request in finished),
         new_tokens=new_tokens,
@@ -340,7 +340,7 @@ def summarize(
         tokens_per_second=new_tokens / seconds if finished else 0.0,
         requests_per_second=len(finished) / seconds if finished else 0.0,
         goodput=None if slo is None else len(within_limits) / seconds if finished else 0.0,
-        slo_attainment=None if slo is None else len(within_limits) / len(served),
+        slo_attainment=None if slo is None else len(within_limits) / len(served_requests),
         cost=None
         if price_per_hour is None or not finished
         else price_per_hour / (new_tokens / seconds * SECONDS_PER_HOUR) * MILLION,

@@ -71,7 +71,7 @@ def serve_in_process(
     """
     _warm_up(decoder, requests, options, speculative)
     engine = ServingEngine(decoder, options, speculative)
-    served = {
+    served_requests = {
         str(index): ServedRequest(request.arrival, len(request.prompt_ids))
         for index, request in enumerate(requests)
     }
@@ -79,19 +79,19 @@ def serve_in_process(
     reserved_tokens = used_tokens = 0
     start = time.perf_counter()
     while sent < len(requests) or not engine.idle:
-        now = time.perf_counter() - start
-        while sent < len(requests) and requests[sent].arrival <= now:
+        elapsed = time.perf_counter() - start
+        while sent < len(requests) and requests[sent].arrival <= elapsed:
             request = requests[sent]
             engine.submit(GenerationRequest(str(sent), request.prompt_ids, request.new_tokens))
             sent += 1
         if engine.idle:
-            time.sleep(min(MAX_IDLE_SECONDS, max(0.0, requests[sent].arrival - now)))
+            time.sleep(min(MAX_IDLE_SECONDS, max(0.0, requests[sent].arrival - elapsed)))
             continue
         events = engine.step()
-        now = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         for event in events:
             if isinstance(event, NewToken):
-                served[event.id].token_times.append(now)
+                served_requests[event.id].token_times.append(elapsed)
             elif isinstance(event, Finished):
                 if event.reason is FinishReason.ERROR:
                     raise InputError(f"request {event.id}: {event.error}", "")
@@ -103,7 +103,7 @@ def serve_in_process(
     unused_cache_fraction = (
         (reserved_tokens - used_tokens) / reserved_tokens if reserved_tokens else 0.0
     )
-    return EngineRun(list(served.values()), engine.counters, unused_cache_fraction)
+    return EngineRun(list(served_requests.values()), engine.counters, unused_cache_fraction)
 
 
 def _warm_up(
@@ -175,13 +175,16 @@ class _ServerClient:
                     f"{self._url}: {warmup_result.error}", "the server has to offer /v1/completions"
                 )
             self._finished, self._start = 0, time.perf_counter()
-            served = [
+            served_requests = [
                 ServedRequest(request.arrival, len(request.prompt_ids)) for request in requests
             ]
             await asyncio.gather(
-                *(self._send_one(session, *pair) for pair in zip(requests, served, strict=True))
+                *(
+                    self._send_one(session, *pair)
+                    for pair in zip(requests, served_requests, strict=True)
+                )
             )
-        return served
+        return served_requests
 
     async def _resolve_model_name(self, session: Any) -> str:
         """Return the name of the model to request, after checking that the server lists it."""
@@ -211,8 +214,8 @@ class _ServerClient:
             )
         return self._model or model_ids[0]
 
-    async def _send_one(self, session: Any, request: TimedRequest, served: ServedRequest) -> None:
-        """Wait for the arrival time of a request, send it, and record its token times or its error in ``served``."""
+    async def _send_one(self, session: Any, request: TimedRequest, result: ServedRequest) -> None:
+        """Wait for the arrival time of a request, send it, and record its token times or its error in ``result``."""
         import aiohttp
 
         await asyncio.sleep(max(0.0, self._start + request.arrival - time.perf_counter()))
@@ -228,18 +231,18 @@ class _ServerClient:
         try:
             async with session.post(f"{self._url}/completions", json=body) as response:
                 if response.status != 200:
-                    served.error = f"status {response.status}: {(await response.text()):.120}"
+                    result.error = f"status {response.status}: {(await response.text()):.120}"
                 else:
-                    await self._read_stream(response.content, served)
+                    await self._read_stream(response.content, result)
         except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
-            served.error = _connection_error_message(self._url, error)
+            result.error = _connection_error_message(self._url, error)
         except (aiohttp.ClientError, ValueError, AttributeError, KeyError, TypeError):
-            served.error = "its stream is not that of OpenAI's API, or broke off"
+            result.error = "its stream is not that of OpenAI's API, or broke off"
         self._finished += 1
         self._on_finished(self._finished)
 
-    async def _read_stream(self, content: Any, served: ServedRequest) -> None:
-        """Record the arrival time of every token of an event stream in ``served``."""
+    async def _read_stream(self, content: Any, served_request: ServedRequest) -> None:
+        """Record the arrival time of every token of an event stream in ``served_request``."""
         events: list[tuple[float, bool]] = []
         tokens = 0
         async for line in content:
@@ -247,7 +250,7 @@ class _ServerClient:
                 continue
             event = json.loads(line[5:])
             if event.get("error"):
-                served.error = f"{event['error']!s:.120}"
+                served_request.error = f"{event['error']!s:.120}"
                 return
             if choices := event.get("choices"):
                 has_text = any(choice.get("text") for choice in choices)
@@ -255,7 +258,7 @@ class _ServerClient:
             usage = event.get("usage")
             if usage:
                 tokens = int(usage["completion_tokens"])
-        served.token_times = _token_times(events, tokens)
+        served_request.token_times = _token_times(events, tokens)
 
 
 def _connection_error_message(url: str, error: Exception) -> str:

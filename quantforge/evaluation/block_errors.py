@@ -83,8 +83,8 @@ def block_errors(
         relative_error = float(error / residual_update) if error else 0.0
         errors.append(relative_error if math.isfinite(relative_error) else None)
 
-    complete = _run_blocks(model, reference.ids, reference.inputs, compare)
-    return errors if complete and len(errors) == len(reference.inputs) else None
+    is_complete = _run_blocks(model, reference.ids, reference.inputs, compare)
+    return errors if is_complete and len(errors) == len(reference.inputs) else None
 
 
 def _run_blocks(

@@ -145,18 +145,18 @@ def measure_speed(
         times = _time_repeatedly(start, device, PREFILL_RUNS, 1)
         ttft_by_length[length] = median(times)
     speeds = {batch: _measure_decoding(engine, prompt, batch, device) for batch in (1, *BATCHES)}
-    tokens, single = prompt.shape[1], speeds[1]
+    tokens, single_speed = prompt.shape[1], speeds[1]
     bytes_read = loaded.read_bytes + (token_bytes or 0) * (tokens + NEW_TOKENS // 2)
     return {
         "decoder": "own" if token_bytes is not None else "transformers",
         "prefill_tokens_per_second": tokens / ttft_by_length[tokens],
-        "decode_tokens_per_second": single.tokens_per_second,
+        "decode_tokens_per_second": single_speed.tokens_per_second,
         "ttft_seconds": ttft_by_length[tokens],
         "ttft_by_prompt": {str(length): seconds for length, seconds in ttft_by_length.items()},
-        "tpot_seconds": single.tpot_seconds,
-        "tpot_spread": single.tpot_spread,
+        "tpot_seconds": single_speed.tpot_seconds,
+        "tpot_spread": single_speed.tpot_spread,
         "decode_by_batch": {str(batch): speed.tokens_per_second for batch, speed in speeds.items()},
-        "bandwidth_utilization": bytes_read / single.tpot_seconds / bandwidth,
+        "bandwidth_utilization": bytes_read / single_speed.tpot_seconds / bandwidth,
         "kv_bytes_per_token": token_bytes,
         "processor_share": processor_share.so_far() if device.type == "cpu" else None,
     }
@@ -182,19 +182,19 @@ def _measure_decoding(
 
 
 def _time_repeatedly(
-    work: Callable[[], object], device: torch.device, max_runs: int, min_runs: int
+    function: Callable[[], object], device: torch.device, max_runs: int, min_runs: int
 ) -> list[float]:
     """Time a function up to ``max_runs`` times, but at least ``min_runs`` times if it is slow; return the seconds."""
     times: list[float] = []
     while len(times) < max_runs and (len(times) < min_runs or sum(times) < MAX_SECONDS):
-        times.append(_time(work, device))
+        times.append(_time(function, device))
     return times
 
 
-def _time(work: Callable[[], object], device: torch.device) -> float:
+def _time(function: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that a function takes, including its work on a GPU."""
     start = time.perf_counter()
-    work()
+    function()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -94,9 +94,9 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 def pareto_front(rows: Sequence[Row]) -> tuple[int, ...]:
     """Return the indices of the models on the Pareto front of size and KL divergence, by increasing size."""
-    compared = _compared_models(rows)
+    compared_rows = _compared_models(rows)
     points: dict[int, tuple[int, float]] = {
-        index: (rows[index]["weight_bytes"], rows[index]["kl_mean"]) for index in compared
+        index: (rows[index]["weight_bytes"], rows[index]["kl_mean"]) for index in compared_rows
     }
 
     def beats(other: int, index: int) -> bool:
@@ -108,7 +108,9 @@ def pareto_front(rows: Sequence[Row]) -> tuple[int, ...]:
             other_kl == own_kl and other_size < own_size * (1 - SIZE_TOLERANCE)
         )
 
-    front = [index for index in compared if not any(beats(other, index) for other in compared)]
+    front = [
+        index for index in compared_rows if not any(beats(other, index) for other in compared_rows)
+    ]
     return tuple(sorted(front, key=points.__getitem__))
 
 
@@ -119,8 +121,8 @@ def _compared_models(rows: Sequence[Row]) -> list[int]:
 
 def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
     """Return the best model in each measured aspect; ties are resolved by the smaller divergence."""
-    compared = _compared_models(rows)
-    if not compared:
+    compared_rows = _compared_models(rows)
+    if not compared_rows:
         return []
     reference = rows[0]
 
@@ -134,7 +136,7 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
 
     def best_row(key: Callable[[Row], float]) -> int:
         """Return the index of the row with the smallest key."""
-        return min(compared, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
+        return min(compared_rows, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
 
     def ties_text(
         first: int,
@@ -157,16 +159,20 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
             "size",
             smallest,
             names[smallest],
-            text + ties_text(smallest, _same_bytes, compared, "as small"),
+            text + ties_text(smallest, _same_bytes, compared_rows, "as small"),
         )
     ]
     closest = best_row(lambda row: row["kl_mean"])
     text = f"KL {significant(rows[closest]['kl_mean'])}, {_format_weights(rows[closest])}"
     winners.append(
-        Winner("quality", closest, names[closest], text + ties_text(closest, _same_kl, compared))
+        Winner(
+            "quality", closest, names[closest], text + ties_text(closest, _same_kl, compared_rows)
+        )
     )
     key = "decode_tokens_per_second"
-    timed = [index for index in compared if rows[index][key] and not was_slowed_down(rows[index])]
+    timed = [
+        index for index in compared_rows if rows[index][key] and not was_slowed_down(rows[index])
+    ]
     reference_timed = reference[key] and not was_slowed_down(reference)
     if timed:
         fastest = max(timed, key=lambda index: rows[index][key])
@@ -242,14 +248,14 @@ def _rival_sentences(rows: Sequence[Row], names: Sequence[str], front: Sequence[
         saving = 1 - size_here / rows[rival]["weight_bytes"]
         size_text = "the same bytes" if saving <= SIZE_TOLERANCE else f"{saving:.0%} fewer bytes"
         rival_kl = rows[rival]["kl_mean"]
-        better = f"{names[index]}: KL {significant(kl)}"
+        model_text = f"{names[index]}: KL {significant(kl)}"
         if _same_kl(rows[index], rows[rival]):
-            text = f"{better}, not told apart from {names[rival]} ({significant(rival_kl)}) in {size_text}"
+            text = f"{model_text}, not told apart from {names[rival]} ({significant(rival_kl)}) in {size_text}"
         elif kl <= 0:
             conjunction = "as" if saving <= SIZE_TOLERANCE else "than"
-            text = f"{better} in {size_text} {conjunction} {names[rival]}, which has KL {significant(rival_kl)}"
+            text = f"{model_text} in {size_text} {conjunction} {names[rival]}, which has KL {significant(rival_kl)}"
         else:
-            text = f"{better}, {significant(rival_kl / kl)} times less than {names[rival]} in {size_text}"
+            text = f"{model_text}, {significant(rival_kl / kl)} times less than {names[rival]} in {size_text}"
         sentences.append(text)
     return sentences
 

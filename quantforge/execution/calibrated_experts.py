@@ -62,17 +62,17 @@ class ExpertRounder:
         self._targets = {name: plan for name, plan in modified.items() if plan.expert >= 0}
         # Transforms measure the error of single linears with their Hessians.
         hessian_if_transformed = HESSIAN if rounding.planned.plan.transforms else frozenset()
-        rounded = bool(self._targets)
+        has_targets = bool(self._targets)
         self._statistics_before = self._statistics(
-            observation.before_transforms | hessian_if_transformed if rounded else frozenset()
+            observation.before_transforms | hessian_if_transformed if has_targets else frozenset()
         )
         self._statistics_after = (
             self._statistics(observation.after_transforms)
-            if observation.after_transforms and rounded
+            if observation.after_transforms and has_targets
             else None
         )
         self._hessians = (
-            self._statistics(HESSIAN) if guided_rounding is not None and rounded else None
+            self._statistics(HESSIAN) if guided_rounding is not None and has_targets else None
         )
 
     def _statistics(self, needed: frozenset[Statistic]) -> ExpertStatistics:
@@ -101,8 +101,8 @@ class ExpertRounder:
             unit = expert_unit(block.index, number)
             report_step(f"{unit} of {len(numbers)}", share=0.5 + 0.5 * index / len(numbers))
             # An expert without tensors of its own is stored in an unquantized tensor of all experts.
-            work = partial(self._round_expert, number, counts[number])
-            is_finished = number in written_experts and process_expert(unit, work)
+            round_expert = partial(self._round_expert, number, counts[number])
+            is_finished = number in written_experts and process_expert(unit, round_expert)
             if self._accumulate_outputs and not is_finished:
                 experts.run(number, *experts.tokens.routed_to(number), {}, add=True)
             experts.release(number)
@@ -132,9 +132,9 @@ class ExpertRounder:
                     statistics_after[block.stack_parameter_of(key)]
                 )
         quantized = {name: plan for name, plan in expert_linears.items() if plan.scheme}
-        rounded: Record = {}
+        expert_record: Record = {}
         if self._guided_rounding is not None and self._hessians is not None:
-            rounded = self._guided_rounding.round_expert_linears(
+            expert_record = self._guided_rounding.round_expert_linears(
                 block, self._hessians, inputs, statistics, quantized
             )
         else:
@@ -147,10 +147,10 @@ class ExpertRounder:
                 if weights:
                     input_statistics = statistics[shared.key]
                     results = rounding.round(weights, input_statistics)
-                    merge_records(rounded, rounding.write(results, weights, input_statistics))
-        for values in rounded.get("metrics", {}).values():
+                    merge_records(expert_record, rounding.write(results, weights, input_statistics))
+        for values in expert_record.get("metrics", {}).values():
             values["calibration_tokens"] = float(count)
-        merge_records(record, rounded)
+        merge_records(record, expert_record)
         for local_name, tensor in self._tensors.unquantized(block).items():
             if tensor.expert == number:
                 rounding.output.write_unquantized(tensor, block.parameter(local_name))

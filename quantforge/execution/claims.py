@@ -301,11 +301,14 @@ class Claims:
 
     def remove(self) -> None:
         """Delete the directory of the run, after the result was published or when the run cannot be finished."""
-        removed = self.directory.with_name(f"{self.directory.name}.over")
-        shutil.rmtree(removed, ignore_errors=True)
+        renamed_directory = self.directory.with_name(f"{self.directory.name}.over")
+        shutil.rmtree(renamed_directory, ignore_errors=True)
         with suppress(OSError):  # in one step, so that no process sees a partial directory
-            DISK.rename(self.directory, removed)
-        for directory in (removed, self.directory.with_name(f"{self.directory.name}.new")):
+            DISK.rename(self.directory, renamed_directory)
+        for directory in (
+            renamed_directory,
+            self.directory.with_name(f"{self.directory.name}.new"),
+        ):
             shutil.rmtree(directory, ignore_errors=True)
 
     def _unit_directories(self) -> Iterator[UnitDirectory]:

@@ -207,8 +207,8 @@ def _write_strips(
         sizes.append(size)
         errors.append(rounded.figures.get("error", 0.0) * size)
         for event in rounded.events:
-            known = events.get(event.kind)
-            events[event.kind] = event if known is None else _add_counts(known, event)
+            first_event = events.get(event.kind)
+            events[event.kind] = event if first_event is None else _add_counts(first_event, event)
     error = math.fsum(errors) / math.fsum(sizes) if any(sizes) else 0.0
     return {
         "events": [event.to_json() for event in events.values()],

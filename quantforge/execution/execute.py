@@ -90,10 +90,10 @@ def execute(runs: Sequence[Run]) -> None:
                     if is_changed:
                         block.reload_source_weights()
                     with run.recorder.record_unit(name, start) as record:
-                        rounded = run.rounder.round_block(
+                        block_record = run.rounder.round_block(
                             block, observation, run.recorder.process_expert, advance=advance
                         )
-                        record.update(rounded)
+                        record.update(block_record)
                     start, is_changed = time.monotonic(), run.rounder.has_transforms
                 if advance and not block.advanced:  # a block that was already done
                     block.advance()
@@ -200,12 +200,12 @@ class Run:
         blocks, finished_units = self.inputs.planned.model_layout.blocks, self.journal.done
         if self.head_pending:
             return blocks
-        missing = (
+        unfinished_blocks = (
             i
             for i in range(blocks)
             if block_unit(i) not in finished_units or self.tuning.tunes_while_rounding(i)
         )
-        return max(missing, default=-1)
+        return max(unfinished_blocks, default=-1)
 
     def resume(self, *, run_count: int) -> None:
         """Verify finished units, and copy units that other processes finished.

@@ -114,12 +114,14 @@ def compute_token_weights(
         inputs.checkpoint, inputs.planned.model_layout, sample, visit, seed=options.seed,
         micro_batch=options.micro_batch, device=inputs.settings.device, activations=directory,
     )  # fmt: skip
-    missing = [name for name in weights.linears if weights.rows_seen[name] != len(sample.ids)]
-    if missing:
+    unseen_linears = [
+        name for name in weights.linears if weights.rows_seen[name] != len(sample.ids)
+    ]
+    if unseen_linears:
         raise RefusedError(
-            f"{missing[0]}: gradients of its output were not seen once for every calibration row",
-            f"--ignore '{missing[0]}' leaves it as it is",
-            tensor=missing[0],
+            f"{unseen_linears[0]}: gradients of its output were not seen once for every calibration row",
+            f"--ignore '{unseen_linears[0]}' leaves it as it is",
+            tensor=unseen_linears[0],
         )
     weights.finish()
     sums = {name: checksum(weights.of(name), 0) for name in weights.linears}
@@ -160,7 +162,7 @@ class GuidedRounding:
     def round_block(
         self,
         block: DecoderBlock,
-        observed: Mapping[str, Statistics],
+        statistics_by_input: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         *,
         advance: bool,
@@ -169,7 +171,7 @@ class GuidedRounding:
 
         Args:
             block: the block, with the hidden states that reach it.
-            observed: other statistics of its inputs, by key.
+            statistics_by_input: other statistics of its inputs, by key.
             targets: quantized linears by name in the block.
             advance: whether the last pass replaces the hidden states by the outputs of the block.
         """
@@ -180,14 +182,14 @@ class GuidedRounding:
         ) -> list[Statistics]:
             return block.observe_weighted(weighted_inputs, advance=advance and last)
 
-        return self._round_inputs(block, inputs, observed, targets, observe_weighted)
+        return self._round_inputs(block, inputs, statistics_by_input, targets, observe_weighted)
 
     def round_expert_linears(
         self,
         block: DecoderBlock,
         statistics: ExpertStatistics,
         inputs: Sequence[SharedInput],
-        observed: Mapping[str, Statistics],
+        statistics_by_input: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> Record:
         """Observe, round and write the linears of one expert; return its record.
@@ -196,7 +198,7 @@ class GuidedRounding:
             block: the block, with the tokens that reach its experts.
             statistics: accumulates Hessians of the experts.
             inputs: shared inputs of the expert.
-            observed: other statistics of its inputs, by key.
+            statistics_by_input: other statistics of its inputs, by key.
             targets: quantized linears by name in the block.
         """
 
@@ -213,13 +215,13 @@ class GuidedRounding:
                 for weighted_input in weighted_inputs
             ]
 
-        return self._round_inputs(block, inputs, observed, targets, observe_weighted)
+        return self._round_inputs(block, inputs, statistics_by_input, targets, observe_weighted)
 
     def _round_inputs(
         self,
         block: DecoderBlock,
         inputs: Sequence[SharedInput],
-        observed: Mapping[str, Statistics],
+        statistics_by_input: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         observe_weighted: ObserveWeighted,
     ) -> Record:
@@ -237,7 +239,7 @@ class GuidedRounding:
             trim()
             for strip in strips:
                 report_step(f"block {block.index}: rounding {', '.join(strip.linears)}")
-                plain_statistics = observed.get(strip.input_key, Statistics())
+                plain_statistics = statistics_by_input.get(strip.input_key, Statistics())
                 guided_statistics = observed_statistics.pop(0)
                 statistics = replace(
                     plain_statistics,

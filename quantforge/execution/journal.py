@@ -78,13 +78,13 @@ def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 def count_scaled_activations(records: Iterable[Record]) -> tuple[int, int] | None:
     """Return how many activations got scale factors, and for how many factors were searched; None without a search."""
-    searched = [
+    is_scaled = [
         transform_record["family"] != "none"
         for record in records
         for transform_record in record.get("transform", {}).values()
         if "family" in transform_record
     ]
-    return (sum(searched), len(searched)) if searched else None
+    return (sum(is_scaled), len(is_scaled)) if is_scaled else None
 
 
 class Journal:

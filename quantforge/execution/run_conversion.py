@@ -77,7 +77,7 @@ def check_values(conversion: ExportPlan, *, allow_inexact: bool) -> CheckedValue
         RefusedError: a value cannot be stored, or would be rounded without permission.
     """
     events = [*conversion.events]
-    allowed = allow_inexact or conversion.requested_dtype is not None
+    allow_rounding = allow_inexact or conversion.requested_dtype is not None
     verdicts: Counter[Verdict] = Counter()
     # Refuse what no option allows before what --allow-inexact would allow.
     layers = sorted(conversion.layers.values(), key=lambda layer: layer.target_scheme is None)
@@ -86,13 +86,15 @@ def check_values(conversion: ExportPlan, *, allow_inexact: bool) -> CheckedValue
         compatibility = layer.fit
         if compatibility.verdict is not Verdict.EXACT:
             compatibility = _layer_fit(conversion, layer)
-            events += _accept_or_refuse(layer.layout.module, compatibility, allowed=allowed)
+            events += _accept_or_refuse(
+                layer.layout.module, compatibility, allow_rounding=allow_rounding
+            )
         verdicts[compatibility.verdict] += 1
     for tensor in conversion.plan.tensors:
         if tensor.name not in conversion.layers and _is_cast(tensor):
             value = conversion.checkpoint.read(tensor.name)
             compatibility = _cast_fit(value, tensor.outputs[0].dtype)
-            events += _accept_or_refuse(tensor.name, compatibility, allowed=allowed)
+            events += _accept_or_refuse(tensor.name, compatibility, allow_rounding=allow_rounding)
             verdicts[compatibility.verdict] += 1
     verdict = "exact but for the embedding" if conversion.tensors_to_quantize else "exact"
     return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
@@ -124,10 +126,12 @@ def _layer_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
     return compatibility
 
 
-def _accept_or_refuse(name: str, compatibility: Compatibility, *, allowed: bool) -> list[Event]:
+def _accept_or_refuse(
+    name: str, compatibility: Compatibility, *, allow_rounding: bool
+) -> list[Event]:
     """Return the event of an accepted inexact layer, if any; raise RefusedError if it is not accepted."""
     if compatibility.verdict is Verdict.IMPOSSIBLE or (
-        compatibility.verdict is Verdict.INEXACT and not allowed
+        compatibility.verdict is Verdict.INEXACT and not allow_rounding
     ):
         hint = compatibility.nearest or "accept rounding with --allow-inexact"
         raise RefusedError(f"{name}: {compatibility.reason}", hint, tensor=name)
@@ -235,9 +239,9 @@ def _convert_layer(
     target = load_format(conversion.plan.format)
     source, index = _read_layer(conversion, layer)
     if source.input != layer.target_scheme.input:  # drop measured parameters of a different input
-        dropped = input_parameters(source.parameters)
+        dropped_keys = input_parameters(source.parameters)
         kept_parameters = {
-            key: value for key, value in source.parameters.items() if key not in dropped
+            key: value for key, value in source.parameters.items() if key not in dropped_keys
         }
         source = replace(source, parameters=kept_parameters, input=layer.target_scheme.input)
     tensor = convert(

@@ -239,12 +239,12 @@ class Worker:
             return True
 
         rounder = BlockRounder(rounding, BlockTensors(planned.plan, output))
-        (observed,) = observe(block, [rounder], advance=advance)
+        (observation,) = observe(block, [rounder], advance=advance)
         advance_early = advance and block.experts is not None
         if advance_early:  # other ranks wait: run the unquantized experts once more
             block.advance_with_collected_tokens()
         record = rounder.round_block(
-            block, observed, process_expert, advance=advance and not advance_early
+            block, observation, process_expert, advance=advance and not advance_early
         )
         if not block.advanced and advance:
             block.advance()

@@ -111,18 +111,18 @@ def work_shares(units: Iterable[Unit]) -> dict[str, float]:
     shares: dict[str, float] = {}
     for unit in units:
         name = unit.name.partition(EXPERT)[0]
-        work = sum(
+        operations = sum(
             math.prod(tensor.shape) * (1.0 if tensor.action is Action.QUANTIZE else COPY_COST)
             for tensor in unit.tensors
         )
-        shares[name] = shares.get(name, 0.0) + work
+        shares[name] = shares.get(name, 0.0) + operations
     if GUIDE in shares:  # a forward and a backward pass take about as long as everything else
         shares[GUIDE] = sum(shares.values())
     if tuned := [name for name in shares if name.startswith(TUNE)]:
         tuning_work = 2 * sum(shares.values()) / len(tuned)  # measured where rounding is fast
         shares |= dict.fromkeys(tuned, tuning_work)
     total_work = sum(shares.values()) or 1.0
-    return {name: work / total_work for name, work in shares.items()}
+    return {name: operations / total_work for name, operations in shares.items()}
 
 
 def check_shareable(

@@ -246,24 +246,26 @@ def read_weights(root: Path, names: list[str]) -> tuple[dict[str, TensorEntry], 
     Raises:
         InputError: no safetensors files, or files that contradict each other; lists every problem.
     """
-    present = {
+    present_files = {
         name for name in names if name.endswith(".safetensors") and not _SECOND_COPY.fullmatch(name)
     }
     if INDEX_FILE in names:
-        return _read_indexed(root, present)
-    single = MEDUSA_FILE if present == {MEDUSA_FILE} else SINGLE_FILE
-    if single not in present:
+        return _read_indexed(root, present_files)
+    single_file = MEDUSA_FILE if present_files == {MEDUSA_FILE} else SINGLE_FILE
+    if single_file not in present_files:
         raise _no_weights_error(root, names)
-    if extra := sorted(present - {single}):
+    if extra := sorted(present_files - {single_file}):
         raise _weights_error(
             root / extra[0],
             f"{extra[:MAX_SHOWN_PROBLEMS]} beside {SINGLE_FILE} without {INDEX_FILE}: which is the model?",
         )
-    entries = read_header(root / single, root)
-    return dict(sorted(entries.items())), (root / single,)
+    entries = read_header(root / single_file, root)
+    return dict(sorted(entries.items())), (root / single_file,)
 
 
-def _read_indexed(root: Path, present: set[str]) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
+def _read_indexed(
+    root: Path, present_files: set[str]
+) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
     index = root / INDEX_FILE
     weight_map = _read_weight_map(index)
     shards = sorted(set(weight_map.values()))
@@ -271,7 +273,7 @@ def _read_indexed(root: Path, present: set[str]) -> tuple[dict[str, TensorEntry]
         raise _weights_error(
             index, *(f"{name[:80]!r} is not the name of a file beside it" for name in bad_names)
         )
-    problems = [f"{name!r} is not in the index" for name in sorted(present - set(shards))]
+    problems = [f"{name!r} is not in the index" for name in sorted(present_files - set(shards))]
     entries: dict[str, TensorEntry] = {}
     names_by_shard: dict[str, list[str]] = {shard: [] for shard in shards}
     for name, shard in weight_map.items():

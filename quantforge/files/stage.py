@@ -415,8 +415,10 @@ class FileStage(Stage):
             self._check_names_free([*pending, self.manifest], previous.files)
             weights = [name for name in names if name == self.out.name or self._is_part(name)]
             side_files = [name for name in names if name not in weights]
-            replaced = {name: size for name, size in previous.files.items() if name not in names}
-            PreviousOutput(previous.root, replaced).remove()  # its manifest with it
+            obsolete_files = {
+                name: size for name, size in previous.files.items() if name not in names
+            }
+            PreviousOutput(previous.root, obsolete_files).remove()  # its manifest with it
             for name in (*side_files, *reversed(weights)):
                 if name in pending:
                     self._disk.rename(self.path / name, self.out.with_name(name))

@@ -90,7 +90,7 @@ def unstack_experts(
         InputError: its configuration has invalid sizes.
     """
     new_entries: dict[str, TensorEntry] = {}
-    computed: dict[str, ComputeRows] = {}
+    computed_tensors: dict[str, ComputeRows] = {}
     stacks: set[str] = set()
     matrices = list(_derived_matrices(derived) if derived else _declared_matrices(checkpoint))
     num_experts = {matrix.stack: matrix.place.expert + 1 for matrix in matrices}
@@ -101,14 +101,14 @@ def unstack_experts(
             continue  # what is wrong with it is said where tensors are matched
         stacks.add(matrix.stack)
         new_entries[matrix.name] = _matrix_entry(matrix.name, stack, matrix.place)
-        computed[matrix.name] = partial(cache.read_rows, matrix.stack, matrix.place)
+        computed_tensors[matrix.name] = partial(cache.read_rows, matrix.stack, matrix.place)
     if not stacks:
         return checkpoint
     if derived is not None:
         canonical_names = {matrix.name: matrix.canonical for matrix in matrices}
         derived = derived._replace(names={**derived.names, **canonical_names})
     return with_computed_tensors(
-        checkpoint, computed, new_entries=new_entries, removed=stacks, declared=derived
+        checkpoint, computed_tensors, new_entries=new_entries, removed=stacks, declared=derived
     )
 
 

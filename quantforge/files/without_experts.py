@@ -97,8 +97,8 @@ def plan_pruning(source: Checkpoint, share: str) -> ExpertPruning:
             f"n_group = {str(groups)[:40]!r} for {experts} experts", subject="config.json"
         )
     size = experts // groups
-    removed = int(parse_share(share, "prune_experts") * size + 1e-9)
-    if not removed:
+    num_removed = int(parse_share(share, "prune_experts") * size + 1e-9)
+    if not num_removed:
         described = f"each of {groups} groups of {size}" if groups > 1 else f"{experts}"
         raise UsageError(
             f"--prune-experts {share}: that is none of {described} experts", "a larger share"
@@ -112,14 +112,14 @@ def plan_pruning(source: Checkpoint, share: str) -> ExpertPruning:
     (chosen_groups,) = _check_counts(
         "topk_group", [settings.get("topk_group") or groups if groups > 1 else 1]
     )
-    if (size - removed) * chosen_groups < active or (groups > 1 and size - removed < 2):
-        num_left = groups * (size - removed)
+    if (size - num_removed) * chosen_groups < active or (groups > 1 and size - num_removed < 2):
+        num_left = groups * (size - num_removed)
         message = f"{num_left} expert{'s' * (num_left != 1)} would be left"
         raise RefusedError(
             f"--prune-experts {share}: {message}, and each token is sent to {active} of {chosen_groups * size}",
             "a smaller share",
         )
-    return ExpertPruning(experts, groups, removed, layers)
+    return ExpertPruning(experts, groups, num_removed, layers)
 
 
 def _check_counts(key: str, values: list[Any]) -> list[int]:
@@ -146,7 +146,7 @@ def remove_experts(
     model_layout = _model_layout(source)
     assert model_layout.dimensions is not None
     experts = model_layout.dimensions.family_sizes[_EXPERTS]
-    computed: dict[str, ComputeRows] = {}
+    computed_tensors: dict[str, ComputeRows] = {}
     new_entries: dict[str, TensorEntry] = {}
     removed_names: set[str] = set()
     for layer, layer_removed in removed.items():
@@ -156,13 +156,19 @@ def remove_experts(
         )
         for names in per_expert_names:
             removed_names |= {names[number] for number in range(experts)}
-            for new, old in enumerate(kept_experts):
-                computed[names[new]] = partial(_read_rows, names[old], is_decided)
-                new_entries[names[new]] = replace(source.entries[names[old]], name=names[new])
+            for new_number, old_number in enumerate(kept_experts):
+                computed_tensors[names[new_number]] = partial(
+                    _read_rows, names[old_number], is_decided
+                )
+                new_entries[names[new_number]] = replace(
+                    source.entries[names[old_number]], name=names[new_number]
+                )
         for name, axis in stacked_axes.items():
             entry = source.entries[name]
             shape = (*entry.shape[:axis], len(kept_experts), *entry.shape[axis + 1 :])
-            computed[name] = partial(_read_kept_experts, name, axis, kept_experts, is_decided)
+            computed_tensors[name] = partial(
+                _read_kept_experts, name, axis, kept_experts, is_decided
+            )
             new_entries[name] = replace(entry, shape=shape)
             removed_names.add(name)
     num_kept = experts - len(next(iter(removed.values())))
@@ -170,7 +176,7 @@ def remove_experts(
     facts = {KEPT_EXPERTS: f"{num_kept} of {experts} in each layer", **decided_facts}
     return with_computed_tensors(
         source,
-        computed,
+        computed_tensors,
         config=_config_with_expert_count(source, model_layout, num_kept),
         new_entries=new_entries,
         removed=removed_names,
@@ -191,17 +197,17 @@ def parse_removed(text: str) -> RemovedExperts:
     Raises:
         InputError: it is not such a text.
     """
-    removed: dict[int, tuple[int, ...]] = {}
+    removed_by_layer: dict[int, tuple[int, ...]] = {}
     for layer_text in text.split(", "):
         match = _LAYER.fullmatch(layer_text)
         if match is None:
             raise InputError(f"{REMOVED_EXPERTS}: {text[:60]!r}", "the manifest is damaged")
-        removed[int(match[1])] = tuple(map(int, match[2].split(" ")))
-    if len({len(experts) for experts in removed.values()}) != 1:
+        removed_by_layer[int(match[1])] = tuple(map(int, match[2].split(" ")))
+    if len({len(experts) for experts in removed_by_layer.values()}) != 1:
         raise InputError(
             f"{REMOVED_EXPERTS}: not as many in every layer", "the manifest is damaged"
         )
-    return removed
+    return removed_by_layer
 
 
 def _model_layout(source: Checkpoint) -> ModelLayout:

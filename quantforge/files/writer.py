@@ -229,13 +229,15 @@ class WeightsWriter:
             ResourceError: the disk failed.
         """
         self._close_open_file()
-        missing = [
+        unwritten = [
             name
             for name, (_, _, tensor) in self._planned.items()
             if self._written.get(name) != tensor.nbytes
         ]
-        if missing:
-            raise ValueError(f"{len(missing)} tensors were not written: {', '.join(missing[:5])}")
+        if unwritten:
+            raise ValueError(
+                f"{len(unwritten)} tensors were not written: {', '.join(unwritten[:5])}"
+            )
         for file in self._files:
             with write_errors(file, 0):
                 self._disk.sync(file)

@@ -155,8 +155,14 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
         return Compatibility(
             Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym"
         )
-    known = {None, *(Activation("int8", "token", True, t) for t in (None, DEFAULT_THRESHOLD))}
-    if layer.input is not None and replace(layer.input, max_outlier_columns=0) not in known:
+    supported_inputs = {
+        None,
+        *(Activation("int8", "token", True, t) for t in (None, DEFAULT_THRESHOLD)),
+    }
+    if (
+        layer.input is not None
+        and replace(layer.input, max_outlier_columns=0) not in supported_inputs
+    ):
         return Compatibility(
             Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", "LLM_INT8"
         )
@@ -349,9 +355,11 @@ def _read_outlier_columns(
     if name not in tensors:
         return {}
     columns, weight = tensors[name], tensors[f"{module}.outlier_weight"]
-    used = columns[columns >= 0]
-    padded = torch.nn.functional.pad(used, (0, len(columns) - len(used)), value=-1)
-    rising = bool((used[1:] > used[:-1]).all()) and bool((used < shape[1]).all())
+    used_columns = columns[columns >= 0]
+    padded = torch.nn.functional.pad(used_columns, (0, len(columns) - len(used_columns)), value=-1)
+    rising = bool((used_columns[1:] > used_columns[:-1]).all()) and bool(
+        (used_columns < shape[1]).all()
+    )
     if not rising or not torch.equal(padded, columns):
         raise InputError(
             f"{name}: {columns.tolist()[:8]} are not rising columns of {shape[1]}, then -1",

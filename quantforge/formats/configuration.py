@@ -153,8 +153,10 @@ def unquantized_linears(plan: Plan) -> list[str]:
 def name_within_block(module: str) -> str:
     """Return the module name relative to its block, "" if it is outside of the blocks."""
     name_parts = module.split(".")
-    numbered = [index for index, name_part in enumerate(name_parts) if name_part.isdecimal()]
-    return ".".join(name_parts[numbered[0] + 1 :]) if numbered else ""
+    number_positions = [
+        index for index, name_part in enumerate(name_parts) if name_part.isdecimal()
+    ]
+    return ".".join(name_parts[number_positions[0] + 1 :]) if number_positions else ""
 
 
 def name_variants(module: str, config: Mapping[str, Any]) -> list[str]:
@@ -166,12 +168,12 @@ def name_variants(module: str, config: Mapping[str, Any]) -> list[str]:
     """
     if "text_config" not in config or module == "Linear" or module.startswith("model."):
         return [module]
-    for stored, loaded in (
+    for stored_prefix, loaded_prefix in (
         ("language_model.model.", "model.language_model."),
         ("language_model.", ""),
     ):
-        if module.startswith(stored):
-            return [module, loaded + module.removeprefix(stored)]
+        if module.startswith(stored_prefix):
+            return [module, loaded_prefix + module.removeprefix(stored_prefix)]
     return [module] if module == head_module(config) else [module, f"model.{module}"]
 
 
@@ -187,9 +189,9 @@ def skip_list(
     names = {*unquantized_linears(plan), head} - quantized.keys()
     names |= {f"model.{name}" for name in names} if is_draft(config) else set()
     family = architecture_of(config) or architecture_of(text_config(config))
-    for stored, running in (family.renamed_modules if family else {}).items():
-        renamed = {name for name in names if name.endswith(f".{stored}")}
-        names |= {name.removesuffix(stored) + running for name in renamed}
+    for stored_name, running_name in (family.renamed_modules if family else {}).items():
+        renamed = {name for name in names if name.endswith(f".{stored_name}")}
+        names |= {name.removesuffix(stored_name) + running_name for name in renamed}
     quantized_names = {name for module in quantized for name in target_names(module, plan, config)}
     variants = {name for module in names for name in name_variants(module, config)}
     return sorted(variants.union(plan.running.kept if plan.running else ()) - quantized_names)
@@ -268,8 +270,8 @@ def _expert_module_names(names: Iterable[str]) -> set[str]:
 
 def target_names(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:
     """Return the names by which engines may look up a quantized module; see `name_variants`."""
-    running = plan.running.modules.get(module, module) if plan.running else module
-    return list(dict.fromkeys([*name_variants(module, config), running]))
+    running_name = plan.running.modules.get(module, module) if plan.running else module
+    return list(dict.fromkeys([*name_variants(module, config), running_name]))
 
 
 def config_json(

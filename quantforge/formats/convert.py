@@ -143,11 +143,15 @@ def compare_schemes(
         reasons.append(f"every zero point has to be {1 << (scheme.bits - 1)}")
     elif min_zero_point and not scheme.symmetric:
         reasons.append(f"no zero point may be below {min_zero_point}")
-    old, new = scheme.scale, target.scale
-    if new is ScaleType.DOUBLE and old is not new:
+    source_scale, target_scale = scheme.scale, target.scale
+    if target_scale is ScaleType.DOUBLE and source_scale is not target_scale:
         return Compatibility(Verdict.IMPOSSIBLE, "quantizing the scales again changes them")
-    if old is not None and new is not None and old not in _EXACTLY_CONTAINS.get(new, {new}):
-        reasons.append(f"every {old} scale has to be a {new} number")
+    if (
+        source_scale is not None
+        and target_scale is not None
+        and source_scale not in _EXACTLY_CONTAINS.get(target_scale, {target_scale})
+    ):
+        reasons.append(f"every {source_scale} scale has to be a {target_scale} number")
     return (
         Compatibility(Verdict.DEPENDS_ON_VALUES, "; ".join(reasons))
         if reasons
@@ -180,8 +184,8 @@ def _is_finer(scheme: Scheme, target: Scheme, shape: tuple[int, int]) -> bool:
     is_per_tensor = isinstance(scheme.granularity, PerTensor)
     if is_per_tensor or isinstance(target.granularity, PerTensor):
         return is_per_tensor
-    old, new = _tile_shape(scheme, shape), _tile_shape(target, shape)
-    return old[0] % new[0] == 0 and old[1] % new[1] == 0
+    source_tile, target_tile = _tile_shape(scheme, shape), _tile_shape(target, shape)
+    return source_tile[0] % target_tile[0] == 0 and source_tile[1] % target_tile[1] == 0
 
 
 # By values
@@ -289,9 +293,9 @@ def _repeat_for_groups(
     rows, groups = target.parameter_shape(shape)
     if parameter.shape == (rows, groups):
         return parameter
-    old, new = _tile_shape(scheme, shape), _tile_shape(target, shape)
-    down = torch.arange(rows) * new[0] // old[0]
-    return parameter[down][:, torch.arange(groups) * new[1] // old[1]].contiguous()
+    source_tile, target_tile = _tile_shape(scheme, shape), _tile_shape(target, shape)
+    down = torch.arange(rows) * target_tile[0] // source_tile[0]
+    return parameter[down][:, torch.arange(groups) * target_tile[1] // source_tile[1]].contiguous()
 
 
 def _convert_scales(

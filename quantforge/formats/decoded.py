@@ -123,7 +123,9 @@ def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
     """Return a view of a quantized checkpoint with float32 weights; errors as `quantized_weight_readers`."""
     weights = quantized_weight_readers(checkpoint)
     headers = checkpoint.stored_tensors()
-    used = {tensor_name for rows, _ in weights.values() for tensor_name in rows.layout.tensor_names}
+    used_names = {
+        tensor_name for rows, _ in weights.values() for tensor_name in rows.layout.tensor_names
+    }
     decoded_entries = {
         name: replace(
             checkpoint.entries[rows.layout.tensor_names[0]], name=name, dtype="F32", shape=shape
@@ -135,7 +137,7 @@ def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
         {name: rows for name, (rows, _) in weights.items()},
         config=unquantized_config(checkpoint),
         new_entries=decoded_entries,
-        removed=used | kv_scales.find_scales(checkpoint.config, headers).tensor_names,
+        removed=used_names | kv_scales.find_scales(checkpoint.config, headers).tensor_names,
     )
 
 
@@ -172,9 +174,9 @@ def decode_weights(
         InputError: a weight is stored plainly as well.
     """
     weights = list(weights)
-    used = {name for weight in weights for name in weight.tensor_names}
+    used_names = {name for weight in weights for name in weight.tensor_names}
     for weight in weights:
-        if weight.name in checkpoint.entries and weight.name not in used:
+        if weight.name in checkpoint.entries and weight.name not in used_names:
             raise InputError(
                 f"{weight.name}: stored as it is, and as {' and '.join(weight.tensor_names)}",
                 "every tensor has to be there once: fetch the checkpoint again",
@@ -195,7 +197,7 @@ def decode_weights(
         {weight.name: weight.reader for weight in weights},
         config=unquantized_config(checkpoint),
         new_entries=decoded_entries,
-        removed=used.union(left_out),
+        removed=used_names.union(left_out),
         facts={PRECISION: ", ".join(precision for precision, _ in weight_counts.most_common())},
     )
 

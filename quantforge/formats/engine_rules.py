@@ -64,11 +64,13 @@ class Engine:
 
 def require_bits(*widths: int) -> Rule:
     """Return a rule that allows only codes of these widths."""
-    allowed = " and ".join(map(str, widths))
+    width_text = " and ".join(map(str, widths))
 
     def rule(scheme: Scheme, _: Shape) -> str:
         return (
-            "" if scheme.bits in widths else f"kernels for {allowed} bits only, not {scheme.bits}"
+            ""
+            if scheme.bits in widths
+            else f"kernels for {width_text} bits only, not {scheme.bits}"
         )
 
     return rule
@@ -76,12 +78,12 @@ def require_bits(*widths: int) -> Rule:
 
 def require_group_sizes(*sizes: int, row: bool = True) -> Rule:
     """Return a rule that allows only these group sizes and, with ``row``, one scale per row."""
-    allowed = ", ".join(map(str, sizes)) + (" or one per row" if row else "")
+    size_text = ", ".join(map(str, sizes)) + (" or one per row" if row else "")
 
     def rule(scheme: Scheme, shape: Shape) -> str:
         size = scheme.group_size(shape[1])
         by_row = row and not isinstance(scheme.granularity, PerGroup)
-        return "" if by_row or size in sizes else f"groups of {allowed} only, not {size}"
+        return "" if by_row or size in sizes else f"groups of {size_text} only, not {size}"
 
     return rule
 

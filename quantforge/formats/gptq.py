@@ -371,13 +371,13 @@ def _read_layout(
     scheme = Scheme(f"int{bits}", granularity, zero, scale)
     require_whole_groups(module, columns, scheme.group_size(columns))
     names = [tensor.name for tensor in packed_tensors(module, LayerScheme(scheme), (rows, columns))]
-    present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
+    present_names = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
     act_order = config.get("desc_act")
     if not isinstance(act_order, bool | None):
         raise InputError(f"{module}: desc_act = {act_order!r}", "true or false", tensor=module)
-    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, act_order)
+    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present_names, act_order)
     require_headers(tensors, expected_headers(layout, packed_tensors))
-    require_group_index(act_order, f"{module}.g_idx", scheme.groups(columns), present)
+    require_group_index(act_order, f"{module}.g_idx", scheme.groups(columns), present_names)
     return layout
 
 

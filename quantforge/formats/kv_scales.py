@@ -90,16 +90,16 @@ def find_scales(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -
             continue
         _check_shape(tensor, kind, kv_heads)
         names.setdefault(int(match[1]), {})[name[-7]] = name
-    missing = [
+    missing_scales = [
         f"{key}_scale of block {block}"
         for block in range(blocks)
         for key in "kv"
         if key not in names.get(block, {})
     ]
-    if missing:
+    if missing_scales:
         raise InputError(
-            f"config.json has a kv_cache_scheme, but {len(missing)} scales of the KV cache are missing, first: "
-            f"{', '.join(missing[:3])}",
+            f"config.json has a kv_cache_scheme, but {len(missing_scales)} scales of the KV cache are missing, first: "
+            f"{', '.join(missing_scales[:3])}",
             "fetch the checkpoint again, or set kv_cache_scheme to null",
             fault=Fault.SCALE,
         )

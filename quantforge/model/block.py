@@ -80,10 +80,10 @@ class MicroBatch(NamedTuple):
         ``record`` its other outputs for later blocks.
         """
         call = self.inputs.call_for(self.start, self.states)
-        returned = module(call.states, *call.arguments.args, **call.arguments.kwargs)
+        result = module(call.states, *call.arguments.args, **call.arguments.kwargs)
         if record:
-            self.inputs.record_output(call, returned)
-        return self.inputs.layout.pack(hidden_states_of(returned))
+            self.inputs.record_output(call, result)
+        return self.inputs.layout.pack(hidden_states_of(result))
 
 
 class BlockRows(NamedTuple):
@@ -412,8 +412,10 @@ class DecoderBlock:
             self._rows.write_states(batch.start, torch.cat([outputs for outputs, _ in results]))
 
     def _advance(self) -> None:
-        replaced = self.experts.returning_sums() if self.experts is not None else nullcontext()
-        with replaced, one_thread():
+        replaced_experts = (
+            self.experts.returning_sums() if self.experts is not None else nullcontext()
+        )
+        with replaced_experts, one_thread():
             for batch in self._rows.micro_batches():
                 results = run_parallel(
                     partial(self._run_recorded, _InputRecorder(None)), batch.split_into_rows()

@@ -158,8 +158,8 @@ def _inputs(inputs: ImageRows, row: int) -> Mapping[str, Tensor]:
         raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
-def _map_sequentially(work: Callable[[int], Call], rows: range) -> list[Call]:
-    return [work(row) for row in rows]
+def _map_sequentially(capture: Callable[[int], Call], rows: range) -> list[Call]:
+    return [capture(row) for row in rows]
 
 
 def _raise_decoder_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -144,10 +144,10 @@ class UnnamedFile:
     def read_into(self, offset: int, values: Tensor) -> None:
         """Fill a contiguous CPU tensor from the file, starting at an offset."""
         try:
-            complete = system.read_into(self._file.fileno(), _bytes(values), offset)
+            is_complete = system.read_into(self._file.fileno(), _bytes(values), offset)
         except OSError as error:
             raise self._storage_error(error) from error
-        if not complete:
+        if not is_complete:
             raise self._storage_error(OSError("the file ends early"))
 
     def write_at(self, offset: int, values: Tensor) -> None:

@@ -55,8 +55,8 @@ def nearest_exact_scale(block: DecoderBlock, shared: SharedInput, scale: Tensor)
     offset = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
     weight = block.parameter(name)
     gain = weight + offset
-    rounded = block.as_stored(name, gain / scale - offset) + offset
-    exact_scale = gain / rounded
+    rounded_gain = block.as_stored(name, gain / scale - offset) + offset
+    exact_scale = gain / rounded_gain
     return torch.where(torch.isfinite(exact_scale) & (exact_scale > 0), exact_scale, scale)
 
 

@@ -70,8 +70,8 @@ class _EmptyOnMeta(FunctionMode):
 
     def _is_expert_stack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         size = kwargs.get("size", args[0] if len(args) == 1 else args)
-        known = isinstance(size, Sequence) and all(type(length) is int for length in size)
-        return known and is_expert_stack(tuple(size), self._expert_counts)
+        is_known = isinstance(size, Sequence) and all(type(length) is int for length in size)
+        return is_known and is_expert_stack(tuple(size), self._expert_counts)
 
 
 def build_skeleton(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:

@@ -52,16 +52,16 @@ def running_layout(checkpoint: Checkpoint) -> Checkpoint:
     ]
     if not changed:
         return checkpoint
-    computed: dict[str, ComputeRows] = {}
+    computed_tensors: dict[str, ComputeRows] = {}
     new_entries: dict[str, TensorEntry] = {}
     for source in changed:
         for parameter, shape in source.parameters.items():
             first = checkpoint.entries[source.stored[0]]
-            computed[parameter] = partial(_converted_rows, names, source, parameter)
+            computed_tensors[parameter] = partial(_converted_rows, names, source, parameter)
             new_entries[parameter] = _entry(first, parameter, shape, names)
     view = with_computed_tensors(
         checkpoint,
-        computed,
+        computed_tensors,
         new_entries=new_entries,
         removed={name for source in changed for name in source.stored},
         facts={LAYOUT: RUNNING_LAYOUT},

@@ -205,17 +205,17 @@ def _load_on_meta(
             model._initialize_missing_keys(quantizer is not None)
         except AttributeError as error:  # code of a family that reads the weights of packed layers
             return LoadingResult(error=f"transformers fails at it: {error}")
-    failed = dict(info.conversion_errors)
-    for name, message in failed.items():
+    conversion_errors = dict(info.conversion_errors)
+    for name, message in conversion_errors.items():
         if _META_ERROR.search(message):
             return LoadingResult(not_tried=f"transformers converts {name} by its values")
     return LoadingResult(
-        tuple(sorted(set(info.missing_keys) - failed.keys())),
+        tuple(sorted(set(info.missing_keys) - conversion_errors.keys())),
         tuple(
             f"{name} {list(stored_shape)} instead of {list(model_shape)}"
             for name, stored_shape, model_shape in sorted(info.mismatched_keys)
         ),
-        tuple(sorted(failed)),
+        tuple(sorted(conversion_errors)),
     )
 
 

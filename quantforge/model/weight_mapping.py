@@ -302,12 +302,12 @@ def check_no_missing_parameters(checkpoint: Checkpoint) -> None:
     names = WeightMapping(
         model, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
-    missing = names.missing
-    if len(missing) > len(names.sources):
+    missing_names = names.missing
+    if len(missing_names) > len(names.sources):
         return  # the checkpoint is of another class of the family, whose names are not these
-    if missing:
+    if missing_names:
         raise InputError(
-            f"{len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+            f"{len(missing_names)} parameter(s) are in no file, first: {', '.join(missing_names[:5])}",
             "a complete checkpoint holds every tensor; fetch the model again",
             file=str(checkpoint.path),
             subject=str(checkpoint.path),

@@ -112,8 +112,8 @@ def _threads() -> dict[str, tuple[int, int]]:
 def _times() -> list[int]:
     """Return the columns of /proc/stat (user, idle, steal, ...), summed over the processors this process may use."""
     totals = [0] * _COLUMNS
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    ours = {f"cpu{number}" for number in allowed}
+    processor_numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    ours = {f"cpu{number}" for number in processor_numbers}
     for line in _system_text(Path("/proc/stat")).splitlines():
         name, *numbers = line.split()
         if name in ours:

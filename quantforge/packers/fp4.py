@@ -241,9 +241,9 @@ def _refit_scale(parameters: dict[str, Tensor], fixed: FixedCodes) -> Tensor:
     moments, old_step = ScaleMoments(decode_e2m1(fixed.codes), fixed), scales / divisor
     candidate = round_scales_to_e4m3(moments.fit(old_step) * divisor).to(scales)
     gain = moments.gain(old_step, candidate / divisor)
-    better = gain > 0
-    parameters["scales"][:, fixed.group] = torch.where(better, candidate, scales)
-    return torch.where(better, gain, 0)
+    is_better = gain > 0
+    parameters["scales"][:, fixed.group] = torch.where(is_better, candidate, scales)
+    return torch.where(is_better, gain, 0)
 
 
 def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:

@@ -60,7 +60,7 @@ def fit(
             if importance is None
             else _split_scale_groups(importance.unsqueeze(0), scheme, False)
         )
-        searched = search_levels(
+        searched_scales = search_levels(
             groups,
             scales.float(),
             None if weights is None else weights[0],
@@ -68,7 +68,7 @@ def fit(
             partial(_round_trip, dtype),
             SEARCH_FACTORS,
         )
-        scales = searched.to(dtype)
+        scales = searched_scales.to(dtype)
     return {"scales": scales}
 
 

@@ -161,9 +161,9 @@ def _fit_minima(
 ) -> dict[str, Tensor]:
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     if search:
-        searched = fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
-        mins = -searched["zeros"].float() * searched["scales"].float()
-        return {"scales": searched["scales"], "mins": _round_minima(mins, dtype)}
+        search_result = fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
+        mins = -search_result["zeros"].float() * search_result["scales"].float()
+        return {"scales": search_result["scales"], "mins": _round_minima(mins, dtype)}
     groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
     low, high = groups.amin(-1), groups.amax(-1)
     step = ((high - low) / ((1 << scheme.bits) - 1)).clamp(min=MIN_STEP)
@@ -181,13 +181,13 @@ def _fit_minima(
 
 def _round_minima(mins: Tensor, dtype: torch.dtype) -> Tensor:
     """Round minima to ``dtype``; raise `InputError` if one is larger than it can hold."""
-    rounded = mins.to(dtype)
-    if not bool(rounded.isfinite().all()):
+    rounded_minima = mins.to(dtype)
+    if not bool(rounded_minima.isfinite().all()):
         raise InputError(
             f"a minimum of {mins.abs().max().item():.3g} is beyond the range of {dtype}",
             "store scales and minima as bf16, e.g. --scheme int4:g64:min:bf16",
         )
-    return rounded
+    return rounded_minima
 
 
 def _absmax(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -260,14 +260,14 @@ def _refit_scale_and_zero(
     for shift in (0,) if zeros is None else (0, -1, 1):
         candidate = moments.fit(old_scale, shift).to(dtype)
         gain = moments.gain(old_scale, candidate.double(), shift)
-        better = (gain > best_gain) & candidate.isfinite() & (candidate != 0)
+        is_better = (gain > best_gain) & candidate.isfinite() & (candidate != 0)
         if shift:
-            better &= (old_zero + shift >= MIN_ZERO) & (old_zero + shift < 1 << scheme.bits)
+            is_better &= (old_zero + shift >= MIN_ZERO) & (old_zero + shift < 1 << scheme.bits)
         best_gain, new_scale = (
-            torch.where(better, gain, best_gain),
-            torch.where(better, candidate, new_scale),
+            torch.where(is_better, gain, best_gain),
+            torch.where(is_better, candidate, new_scale),
         )
-        zero_shift = torch.where(better, shift, zero_shift)
+        zero_shift = torch.where(is_better, shift, zero_shift)
     scales[:, group] = new_scale
     if zeros is not None:
         zeros[:, group] += zero_shift

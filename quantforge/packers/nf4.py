@@ -63,7 +63,7 @@ def fit(
         signs = (1.0,) if scheme.scale is ScaleType.DOUBLE else (1.0, -1.0)
         weights = None if importance is None else importance.view(groups.shape[1:])
         initial_scales = scales.clamp(min=MIN_ABSMAX)
-        searched = search_levels(
+        searched_scales = search_levels(
             groups,
             initial_scales,
             weights,
@@ -71,7 +71,7 @@ def fit(
             lambda fitted: fitted,
             [sign * factor for sign in signs for factor in SEARCH_FACTORS],
         )
-        scales = torch.where(scales > 0, searched, scales)
+        scales = torch.where(scales > 0, searched_scales, scales)
     return quantize_scales(scales) if scheme.scale is ScaleType.DOUBLE else {"scales": scales}
 
 

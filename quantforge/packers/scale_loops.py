@@ -141,9 +141,9 @@ def _round_to_stored(value, dtype_number, buffer):  # type: ignore[no-untyped-de
         return numpy.rint(value * numpy.float32(2.0**24)) * numpy.float32(2.0**-24)
     buffer[0] = value
     bits = buffer.view(numpy.int32)
-    dropped = 13 if dtype_number == 1 else 16
-    rounding = (1 << (dropped - 1)) - 1
-    bits[0] = (bits[0] + rounding + ((bits[0] >> dropped) & 1)) & ~((1 << dropped) - 1)
+    dropped_bits = 13 if dtype_number == 1 else 16
+    rounding = (1 << (dropped_bits - 1)) - 1
+    bits[0] = (bits[0] + rounding + ((bits[0] >> dropped_bits) & 1)) & ~((1 << dropped_bits) - 1)
     if dtype_number == 1 and abs(buffer[0]) > numpy.float32(65504):
         return numpy.float32(numpy.inf)
     return buffer[0]

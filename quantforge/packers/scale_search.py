@@ -184,10 +184,10 @@ class ScaleSearch:
         scale = fitted.float()
         error = self._measure_error(codes, scale)
         # The error of an infinite scale is NaN, hence not smaller.
-        better = (error < self.best_error) & (scale != 0)
-        self.best_error = torch.where(better, error, self.best_error)
-        self.scales = torch.where(better, fitted, self.scales)
-        return better
+        is_better = (error < self.best_error) & (scale != 0)
+        self.best_error = torch.where(is_better, error, self.best_error)
+        self.scales = torch.where(is_better, fitted, self.scales)
+        return is_better
 
     def _measure_error(self, codes: Tensor, scale: Tensor) -> Tensor:
         # Not by the expanded square: its terms cancel, and near ties would be decided by rounding errors.

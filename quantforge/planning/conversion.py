@@ -374,9 +374,9 @@ def _plan_safetensors(
     """Return the partial plan of a result in safetensors files: layers in the target's format, all else kept."""
     layers = tuple(layers)
     headers = checkpoint.stored_tensors()
-    used = {name for layer in layers for name in layer.layout.tensor_names}
+    used_names = {name for layer in layers for name in layer.layout.tensor_names}
     if not target.INFO.holds_kv_scales:
-        used |= kv_scales.find_scales(checkpoint.config, headers).tensor_names
+        used_names |= kv_scales.find_scales(checkpoint.config, headers).tensor_names
     tensors = [
         TensorPlan(
             item.name,
@@ -392,7 +392,7 @@ def _plan_safetensors(
             ),
         )
         for name, item in headers.items()
-        if name not in used
+        if name not in used_names
     ]
     tensors += [_tensor_plan(layer, checkpoint.dtype, target, requested_dtype) for layer in layers]
     return PartialPlan(tuple(sorted(tensors, key=lambda tensor: tensor.name)), ())
@@ -571,15 +571,17 @@ def _with_common_group_size(
         return layers, ()
     result, names, extra_bytes = [], [], 0
     for layer in layers:
-        module, shape, old = layer.layout.module, layer.layout.shape, layer.target_scheme
-        if old is None or old.weight.granularity == PerGroup(size):
+        module, shape, old_scheme = layer.layout.module, layer.layout.shape, layer.target_scheme
+        if old_scheme is None or old_scheme.weight.granularity == PerGroup(size):
             result.append(layer)
             continue
-        new = replace(old, weight=replace(old.weight, granularity=PerGroup(size)))
-        result.append(replace(layer, target_scheme=new, scattered=False))
+        new_scheme = replace(
+            old_scheme, weight=replace(old_scheme.weight, granularity=PerGroup(size))
+        )
+        result.append(replace(layer, target_scheme=new_scheme, scattered=False))
         names.append(module)
-        extra_bytes += _total_bytes(target.packed_tensors(module, new, shape))
-        extra_bytes -= _total_bytes(target.packed_tensors(module, old, shape))
+        extra_bytes += _total_bytes(target.packed_tensors(module, new_scheme, shape))
+        extra_bytes -= _total_bytes(target.packed_tensors(module, old_scheme, shape))
     note = (
         f"groups of {summarize_names(names)} are split into groups of {size} columns, with the same"
         f" scales repeated ({extra_bytes:,} bytes): the files state one group size for the whole model"

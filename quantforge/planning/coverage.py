@@ -100,8 +100,8 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
         config: configuration of the decoder, which has the number of experts.
     """
     tensors = tuple(tensors)
-    rounded = {tensor.name for tensor in tensors if tensor.action is Action.QUANTIZE}
-    if not rounded:
+    quantized_names = {tensor.name for tensor in tensors if tensor.action is Action.QUANTIZE}
+    if not quantized_names:
         return ()
     result = []
     not_kept_by_user = [tensor for tensor in tensors if not is_kept_by_user(tensor)]
@@ -121,14 +121,14 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.block >= 0}
     result += [
         Event("router-quantized", name, "which experts compute is decided by rounded weights")
-        for name in sorted(find_routers(config, shapes) & rounded)
+        for name in sorted(find_routers(config, shapes) & quantized_names)
     ]
     return tuple(result)
 
 
 def _is_counted(tensor: TensorPlan) -> bool:
-    known = tensor.action in {Action.QUANTIZE, Action.KEEP}
-    return known and tensor.block >= 0 and len(tensor.shape) > 1
+    is_stored = tensor.action in {Action.QUANTIZE, Action.KEEP}
+    return is_stored and tensor.block >= 0 and len(tensor.shape) > 1
 
 
 def _is_stacked(tensor: TensorPlan, counts: frozenset[int]) -> bool:

@@ -87,12 +87,12 @@ def choose_embedding(
         file_format, recipe, nbytes, plan_tensors
     ):
         scheme = smaller_recipe.embedding
-        missing = loading_engines - {
+        lost_engines = loading_engines - {
             verdict.engine for verdict in smaller_plan.engines if verdict.loads is not False
         }
         saved = f"{saved_bytes:,} bytes less"
-        if missing:
-            engines = ", ".join(sorted(missing))
+        if lost_engines:
+            engines = ", ".join(sorted(lost_engines))
             alternative = alternative or (scheme, f"{saved}, but then {engines} would not load it")
         elif few_bits:
             reason = f"{share_text} without it, {saved}; --embedding keep leaves it"

@@ -143,7 +143,7 @@ def plan_gguf_tensors(
     checkpoint: Checkpoint,
     model_layout: ModelLayout,
     *,
-    observed: bool,
+    has_importance: bool,
     tower: ProjectorFile | None,
 ) -> PartialGgufPlan:
     """Plan every tensor of a GGUF file that is quantized into the types of a mixture, or of one scheme.
@@ -152,20 +152,20 @@ def plan_gguf_tensors(
         recipe: its type or scheme, and rules.
         checkpoint: the source.
         model_layout: its tensors.
-        observed: whether the importance of columns will be known.
+        has_importance: whether the importance of columns will be known.
         tower: the file of the vision tower that is written next to this one, or None.
 
     Raises:
         RefusedError: GGUF cannot hold the family, configuration, tokenizer or a scheme.
         InputError: vocabulary and embedding do not match, or a pattern matches nothing.
     """
-    contents = _contents(checkpoint, model_layout, observed=observed)
+    contents = _contents(checkpoint, model_layout, has_importance=has_importance)
     types = MixtureTypes(recipe, contents.named, contents.written, contents.shape)
     linears = sum(tensor.role is Role.LINEAR for tensor in contents.written)
 
     def recipe_metadata(recipe: Recipe) -> Metadata:
         text = recipe.calibration
-        if not observed:
+        if not has_importance:
             return provenance_keys(recipe, "", 0, 0)
         return provenance_keys(recipe, text.source, linears, expected_rows(text, checkpoint.path))
 
@@ -188,7 +188,7 @@ def plan_gguf_export(
         schemes: the scheme of each quantized module, in terms of GGUF.
         tower: as in `plan_gguf_tensors`; so are the errors.
     """
-    contents = _contents(checkpoint, model_layout, observed=False)
+    contents = _contents(checkpoint, model_layout, has_importance=False)
     types = SourceTypes(schemes, tied=model_layout.tied)
     export_recipe = Recipe(embedding=recipe.embedding, pre_tokenizer=recipe.pre_tokenizer)
 
@@ -198,14 +198,16 @@ def plan_gguf_export(
     return _plan_file(export_recipe, contents, types, recipe_metadata, tower)
 
 
-def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
+def _contents(
+    checkpoint: Checkpoint, model_layout: ModelLayout, *, has_importance: bool
+) -> _Contents:
     hyper_parameters = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
     written_tensors, sizes = _written_tensors(model_layout), hyper_parameters.dimensions
     names_by_tensor = gguf_names(
         hyper_parameters.family, sizes.layers, [tensor.name for tensor in written_tensors]
     )
     shape = mixture.ModelShape(
-        sizes.layers, sizes.heads, sizes.kv_heads, hyper_parameters.experts, observed
+        sizes.layers, sizes.heads, sizes.kv_heads, hyper_parameters.experts, has_importance
     )
     return _Contents(
         checkpoint, model_layout, written_tensors, names_by_tensor, hyper_parameters, shape

@@ -45,23 +45,27 @@ def compare_importance(
         for tensor in tensors
         if tensor.action is Action.QUANTIZE and tensor.name in file_names
     }
-    known = check_structure(path, importance_sizes(quantized.values(), file_names))
-    _refuse_other_model(path, known, model_layout, {file_names[name].name for name in quantized})
-    missing = [
+    file_entries = check_structure(path, importance_sizes(quantized.values(), file_names))
+    _refuse_other_model(
+        path, file_entries, model_layout, {file_names[name].name for name in quantized}
+    )
+    missing_tensors = [
         tensor
         for name, tensor in quantized.items()
-        if tensor.block >= 0 and file_names[name].name not in known
+        if tensor.block >= 0 and file_names[name].name not in file_entries
     ]
     blocks = sum(tensor.block >= 0 for tensor in quantized.values())
-    _refuse_missing_importance(path, missing, blocks, file_names)
+    _refuse_missing_importance(path, missing_tensors, blocks, file_names)
     events, notes = [], []
-    if missing:
-        message = f"--imatrix {path.name}: no importance for {len(missing)} of {blocks} matrices: "
+    if missing_tensors:
+        message = f"--imatrix {path.name}: no importance for {len(missing_tensors)} of {blocks} matrices: "
         events.append(
-            Event("importance-incomplete", model, message + _file_names(missing, file_names))
+            Event(
+                "importance-incomplete", model, message + _file_names(missing_tensors, file_names)
+            )
         )
     all_names = {name for entry in file_names.values() for name in (entry.name, *entry.others)}
-    unknown = sorted({*known} - all_names - _OUTER_NAMES)
+    unknown = sorted({*file_entries} - all_names - _OUTER_NAMES)
     if unknown:
         message = f"--imatrix {path.name}: {len(unknown)} of its matrices are of no tensor of this model: "
         notes.append(message + _first_names(unknown))
@@ -94,9 +98,9 @@ def importance_sizes(
 
 
 def _refuse_other_model(
-    path: Path, known: Set[str], model_layout: ModelLayout, expected: Set[str]
+    path: Path, file_entries: Set[str], model_layout: ModelLayout, expected: Set[str]
 ) -> None:
-    numbers = [int(match[1]) + 1 for name in known if (match := _BLOCK_NUMBER.match(name))]
+    numbers = [int(match[1]) + 1 for name in file_entries if (match := _BLOCK_NUMBER.match(name))]
     layers = max(numbers, default=0)
     if layers > model_layout.blocks and not model_layout.draft_head_tensors:
         raise InputError(
@@ -104,7 +108,7 @@ def _refuse_other_model(
             _OTHER_MODEL_HINT,
             file=str(path),
         )
-    if not expected & known:
+    if not expected & file_entries:
         raise InputError(
             f"--imatrix {path}: nothing of it concerns this model",
             _OTHER_MODEL_HINT,
@@ -113,10 +117,15 @@ def _refuse_other_model(
 
 
 def _refuse_missing_importance(
-    path: Path, missing: Sequence[TensorPlan], blocks: int, gguf_name_of: Mapping[str, GgufName]
+    path: Path,
+    missing_tensors: Sequence[TensorPlan],
+    blocks: int,
+    gguf_name_of: Mapping[str, GgufName],
 ) -> None:
     """Refuse types that llama-quantize does not make without importance, if the file lacks it."""
-    refused = [tensor for tensor in missing if _type_name(tensor).lower() in NEED_IMPORTANCE]
+    refused = [
+        tensor for tensor in missing_tensors if _type_name(tensor).lower() in NEED_IMPORTANCE
+    ]
     if refused:
         raise RefusedError(
             f"--imatrix {path}: no importance for {len(refused)} of {blocks} matrices whose types need it"

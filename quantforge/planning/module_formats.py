@@ -218,19 +218,19 @@ class _ModulePlanner:
 
     def tensors(self) -> list[TensorPlan]:
         """Plan every tensor, including the separate head of a model that was tied, if it is quantized."""
-        dropped = list(self.model_layout.dropped)
+        dropped_tensors = list(self.model_layout.dropped)
         layers = self._layers
         if self._head is not None and not self.unties:
             layers = [tensor for tensor in layers if tensor is not self._head]
             if self.model_layout.stores_tied_head:
-                dropped.append((self._head.header, TIED_HEAD_REASON))
+                dropped_tensors.append((self._head.header, TIED_HEAD_REASON))
         planned = [self._plan(tensor) for tensor in layers]
         self._schemes.check_groups()
         return [
             *planned,
             *(
                 TensorPlan(item.name, item.dtype, item.shape, Action.DROP, f"dropped: {reason}")
-                for item, reason in dropped
+                for item, reason in dropped_tensors
             ),
         ]
 

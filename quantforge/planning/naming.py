@@ -140,8 +140,8 @@ def _origin_part(checkpoint: Checkpoint, zeros: Sparsity | None = None) -> str:
 
 def _origin_words(checkpoint: Checkpoint, manifest_entry: Mapping[str, Any]) -> Iterator[str]:
     """Yield the name of the original model, of merged adapters, and the number of kept experts."""
-    known = manifest_entry.get("source", {}).get("model")
-    name = known if isinstance(known, str) else source_name(checkpoint.path)[0]
+    recorded_name = manifest_entry.get("source", {}).get("model")
+    name = recorded_name if isinstance(recorded_name, str) else source_name(checkpoint.path)[0]
     name = name.rpartition("/")[2]
     if format_from_filename(Path(name)):
         name = _strip_type_suffix(side_path(Path(name), "").stem)

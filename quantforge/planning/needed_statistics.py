@@ -92,22 +92,18 @@ class NeededStatistics:
             RefusedError: there is no text to measure ranges on, or tokens pass through several experts that read inputs
                 weighted by the router.
         """
-        observed = self._if_quantized(partial_plan, method_needs) | self._for_ranges(
+        needed = self._if_quantized(partial_plan, method_needs) | self._for_ranges(
             model_layout, partial_plan
         )
         routed_to = experts_per_token(model_layout)
-        if (
-            (observed or self.recipe.prune_experts)
-            and routed_to > 1
-            and spread_experts(model_layout)
-        ):
+        if (needed or self.recipe.prune_experts) and routed_to > 1 and spread_experts(model_layout):
             raise RefusedError(
                 f"a token is sent to {routed_to} experts (num_experts_per_tok), each of which reads what"
                 " its router has weighed: they are calibrated where a token has one",
                 "--method rtn --calibration none, which observes nothing",
                 subject="config.json",
             )
-        return observed
+        return needed
 
     def _if_quantized(
         self, partial_plan: PartialPlan, statistics: frozenset[Statistic]

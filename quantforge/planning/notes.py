@@ -102,10 +102,10 @@ def _draft_head_notes(model_layout: ModelLayout, partial_plan: PartialPlan) -> t
         return ()
     source_bytes = sum(tensor.header.nbytes for tensor in model_layout.draft_head_tensors)
     result_bytes = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
-    rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
+    num_quantized = sum(tensor.action is Action.QUANTIZE for tensor in heads)
     outcome = (
-        f"{rounded} of them rounded plainly, {result_bytes:,} bytes in the result"
-        if rounded
+        f"{num_quantized} of them rounded plainly, {result_bytes:,} bytes in the result"
+        if num_quantized
         else "kept as they are"
     )
     if all(tensor.action is Action.DROP for tensor in heads):
@@ -130,7 +130,7 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not checkpoint.path.is_dir():
         return ()
     names = [name for name in FILES.list_names(checkpoint.path, None) if not name.startswith(".")]
-    known = {
+    copied_names = {
         CONFIG_FILE,
         CARD_FILE,
         INDEX_FILE,
@@ -138,11 +138,13 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
         MANIFEST,
         *(path.name for path in checkpoint.shards),
     }
-    known |= {path.name for path in checkpoint.side_files}
+    copied_names |= {path.name for path in checkpoint.side_files}
     messages = []
     if keys := sorted(_code_keys(checkpoint.config)):
         messages.append(f"{CONFIG_FILE} names code, which is never run: {', '.join(keys)}")
-    if left_out := [_printable_name(checkpoint.path / name) for name in names if name not in known]:
+    if left_out := [
+        _printable_name(checkpoint.path / name) for name in names if name not in copied_names
+    ]:
         count_note = f" and {len(left_out) - _MAX_NAMES} more" if len(left_out) > _MAX_NAMES else ""
         messages.append(f"not carried over: {', '.join(left_out[:_MAX_NAMES])}{count_note}")
     has_licence = any(key.startswith("license") for key in source_card_fields(checkpoint.card))

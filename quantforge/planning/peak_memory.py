@@ -181,8 +181,8 @@ def can_round_in_strips(tensor: TensorPlan) -> bool:
     layer = tensor.scheme
     if tensor.by_rows or layer is None:
         return tensor.by_rows
-    measured = layer.input is not None and layer.input.measured
-    return not (tensor.transposed or layer.weight.rows_share_parameters or measured)
+    has_measured_input = layer.input is not None and layer.input.measured
+    return not (tensor.transposed or layer.weight.rows_share_parameters or has_measured_input)
 
 
 def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:

@@ -398,7 +398,7 @@ def _plan_tensors(
 
         has_importance = statistics.has_importance_file or bool(method_needs)
         partial_plan = plan_gguf_tensors(
-            recipe, checkpoint, model_layout, observed=has_importance, tower=tower
+            recipe, checkpoint, model_layout, has_importance=has_importance, tower=tower
         )
     return partial_plan, statistics.for_plan(model_layout, partial_plan, method_needs)
 

@@ -202,8 +202,8 @@ def _check_values(options: Mapping[str, Any]) -> None:
     """Raise `UnknownNameError` for option values that are unknown or not a scheme."""
     for name, value in options.items():
         field = place_of(name)[0]
-        known = VALUES.get(field, ())
-        if known and isinstance(value, str) and value.lower() not in known:
+        known_values = VALUES.get(field, ())
+        if known_values and isinstance(value, str) and value.lower() not in known_values:
             option = f"--{name.replace('_', '-')}"
             raise UnknownNameError(f"{option} {value}: unknown", value_hint(field, value))
     schemes = [options.get(name) for name in ("scheme", "lm_head", "embedding")]

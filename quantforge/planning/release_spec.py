@@ -126,11 +126,11 @@ class ReleaseSpec:
         Raises:
             UsageError: there is no such variant.
         """
-        known = [variant.name for variant in self.variants]
+        variant_names = [variant.name for variant in self.variants]
         for name in names:
-            if name not in known:
+            if name not in variant_names:
                 raise UsageError(
-                    f"--only {name}: no variant of the file", nearest_hint(name, known)
+                    f"--only {name}: no variant of the file", nearest_hint(name, variant_names)
                 )
         selected = tuple(variant for variant in self.variants if not names or variant.name in names)
         return replace(self, variants=selected)
@@ -182,8 +182,8 @@ def variants_of(name: str) -> dict[str, Mapping[str, str]]:
     Raises:
         InputError: there is no such set.
     """
-    if name not in (known := set_names()):
-        raise InputError(f"no set '{name}'", nearest_hint(name, known))
+    if name not in (known_sets := set_names()):
+        raise InputError(f"no set '{name}'", nearest_hint(name, known_sets))
     if name == GGUF_SET:
         return {kind: {"type": kind} for kind in _SET_TYPES}
     recipes = {recipe_name: load_recipe(recipe_name) for recipe_name in builtin_recipes()}

@@ -119,7 +119,7 @@ def with_measuring(
     sampled_weights = sum(
         tensor.matrix[1] * min(tensor.matrix[0], 1.5 * OUTPUT_ROWS) for tensor in linears
     )
-    measured = (
+    measured_operations = (
         counts["pass"] * (1 + gradient_share * (1 + BACKWARD_PASSES))
         + counts["observe"]
         * (
@@ -127,7 +127,9 @@ def with_measuring(
         )  # about two linears share an input, each with a weighted Hessian of its own
         + counts["round"] * candidates * sampled_weights / weights
     )
-    return replace(work, reads=work.reads + 3, operations={**work.operations, "measure": measured})
+    return replace(
+        work, reads=work.reads + 3, operations={**work.operations, "measure": measured_operations}
+    )
 
 
 def _tuning_reads(model_layout: ModelLayout, run: RunSizes) -> int:
@@ -197,13 +199,17 @@ def _search_operations(group: list[TensorPlan], run: RunSizes, rounding: Roundin
     weights = sum(math.prod(tensor.shape) for tensor in group)
     works = [METHODS[method].work for method in run.method_words[:-1]]
     total = 0.0
-    for work in works:
-        sampled = min(weights, work.rows * len(group) * columns)
-        total += work.tries * sampled * (2 * ROUND_COST + 2 * columns)
+    for method_work in works:
+        sampled = min(weights, method_work.rows * len(group) * columns)
+        total += method_work.tries * sampled * (2 * ROUND_COST + 2 * columns)
         output_operations = (
             2 * min(run.rows, run.search_rows) * run.length if len(group) > 1 else 2 * columns
         )
-        total += work.finalists * weights * (_encoding_cost(group[0], rounding) + output_operations)
+        total += (
+            method_work.finalists
+            * weights
+            * (_encoding_cost(group[0], rounding) + output_operations)
+        )
         total += 2 * min(run.rows, run.search_rows) * run.length * columns**2
     return total
 
@@ -211,15 +217,15 @@ def _search_operations(group: list[TensorPlan], run: RunSizes, rounding: Roundin
 def _rounding_operations(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
     """Return the operations for rounding the matrices that share an input."""
     weights = sum(math.prod(tensor.shape) for tensor in group)
-    work, columns = METHODS[run.method_words[-1]].work, group[0].matrix[1]
+    method_work, columns = METHODS[run.method_words[-1]].work, group[0].matrix[1]
     encoding = weights * _encoding_cost(group[0], rounding)
     if Statistic.HESSIAN not in run.needs or group[0].block < 0:
         return encoding
     scheme = group[0].scheme
-    passes = rounding.gptq.passes_of(GRIDS[scheme.weight.grid].passes) if scheme else 1
-    per_pass = (work.weights + work.columns * columns) * passes
-    per_weight = per_pass + work.sweep_columns * rounding.gptq.refine * columns
-    return encoding + weights * per_weight + work.cubes * columns**3
+    num_passes = rounding.gptq.passes_of(GRIDS[scheme.weight.grid].passes) if scheme else 1
+    per_pass = (method_work.weights + method_work.columns * columns) * num_passes
+    per_weight = per_pass + method_work.sweep_columns * rounding.gptq.refine * columns
+    return encoding + weights * per_weight + method_work.cubes * columns**3
 
 
 def _encoding_cost(tensor: TensorPlan, rounding: Rounding) -> float:

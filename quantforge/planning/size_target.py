@@ -183,11 +183,13 @@ class SizeBudget:
         if self.other_memory is None:
             return ""
         traffic = self.other_memory.traffic
-        used = replace(self.other_memory, traffic=replace(traffic, held=traffic.held + linears))
-        tokens = used.on("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
+        used_memory = replace(
+            self.other_memory, traffic=replace(traffic, held=traffic.held + linears)
+        )
+        tokens = used_memory.on("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
         return (
-            f" (weights {size(used.weights_bytes)} or more, cache {size(used.cache_bytes)}, working"
-            f" {size(used.activation_bytes())}, and {1 - USABLE_MEMORY_SHARE:.0%} spare)"
+            f" (weights {size(used_memory.weights_bytes)} or more, cache {size(used_memory.cache_bytes)}, working"
+            f" {size(used_memory.activation_bytes())}, and {1 - USABLE_MEMORY_SHARE:.0%} spare)"
             f"{f'; as it is {tokens:,} tokens at most' if tokens else ''}"
         )
 
@@ -243,9 +245,10 @@ def size_budget(target: SizeTarget, planned: Planned) -> SizeBudget:
         return SizeBudget(target, 0.0, sum(math.prod(linear.shape) for linear in linears) / 8)
     if target.load is None:
         return SizeBudget(target, planned.plan.output_bytes - planned_bytes, 1.0)
-    used = capacity_under_target(target, planned)
+    used_memory = capacity_under_target(target, planned)
     other_memory = replace(
-        used, traffic=replace(used.traffic, held=used.traffic.held - planned_bytes)
+        used_memory,
+        traffic=replace(used_memory.traffic, held=used_memory.traffic.held - planned_bytes),
     )
     return SizeBudget(
         target,

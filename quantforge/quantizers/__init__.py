@@ -286,8 +286,8 @@ def _unknown_method(unknown: str, text: str) -> UnknownNameError:
 
 def source_transforms(method: str) -> tuple[str, ...]:
     """Return the source transforms of a method in order, ignoring other words."""
-    known = [step for step in method.lower().split("+") if step in METHODS]
-    return tuple(step for step in known if METHODS[step].kind is MethodKind.SOURCE_TRANSFORM)
+    known_steps = [step for step in method.lower().split("+") if step in METHODS]
+    return tuple(step for step in known_steps if METHODS[step].kind is MethodKind.SOURCE_TRANSFORM)
 
 
 def apply_source_transforms(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:

@@ -178,8 +178,8 @@ class _ScaleSearch:
         grid = [_ScaleCandidate(name, p, self._storable_scale(curve(p)), 1.0) for p in exponents]
 
         def estimated(candidate: _ScaleCandidate) -> float:
-            rounded = self._rounded(candidate.scale, self._sampled_rows, search=False)
-            return self._error.estimate(rounded, self._row_steps)
+            rounded_weights = self._rounded(candidate.scale, self._sampled_rows, search=False)
+            return self._error.estimate(rounded_weights, self._row_steps)
 
         return min(grid, key=estimated)
 
@@ -209,7 +209,7 @@ class _ScaleSearch:
         self, scale: Tensor, weights: Mapping[str, Tensor], *, search: bool
     ) -> dict[str, Tensor]:
         """Return the readers (or some of their rows) rounded under ``scale``, relative to the unscaled activation."""
-        rounded = {}
+        rounded_weights = {}
         for name, weight in weights.items():
             scheme = self._schemes[name].with_scale(ScaleType.F16)
             packer = get_packer(scheme)
@@ -218,8 +218,8 @@ class _ScaleSearch:
                 scaled, scheme, floor_importance(self._importance / scale.square()), search=search
             )
             codes = packer.encode(scaled, parameters, scheme)
-            rounded[name] = packer.decode(codes, parameters, scheme) / scale
-        return rounded
+            rounded_weights[name] = packer.decode(codes, parameters, scheme) / scale
+        return rounded_weights
 
     def _sum_tied(self, values: Tensor) -> Tensor:
         """Sum values ``[in]`` over the columns that share a factor, for each column."""

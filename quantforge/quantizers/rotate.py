@@ -55,25 +55,29 @@ def prepare(source: Checkpoint) -> Checkpoint:
         for name in (model_layout.architecture.head, model_layout.architecture.embedding)
     )
     rotated = partial(RotatedTensorReader, rotation=rotation, offset=offset, last=LastTensorCache())
-    computed: dict[str, ComputeRows] = {
+    computed_tensors: dict[str, ComputeRows] = {
         stored[name]: rotated(stored[name], rotated_axis.axis, stored.get(rotated_axis.norm, ""))
         for name, rotated_axis in stream.axes.items()
     }
-    computed |= {stored[norm]: ConstantGainReader(1.0 - offset) for norm in stream.norms}
+    computed_tensors |= {stored[norm]: ConstantGainReader(1.0 - offset) for norm in stream.norms}
     description = (
         f"residual stream ({rotation.size}) by a Hadamard matrix under signs of seed {SIGN_SEED};"
         f" {len(stream.norms)} norms in their readers"
     )
     if not model_layout.tied:
-        return with_computed_tensors(source, computed, facts={ROTATION: description})
+        return with_computed_tensors(source, computed_tensors, facts={ROTATION: description})
     base = model_layout.by_name[embedding].header
     duplicate = stored[head] if model_layout.stores_tied_head else ""
-    computed[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
+    computed_tensors[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
     new_entries = {head: replace(source.entries[base.name], name=head)}
     description += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
     config = untie_config(source.config)
     return with_computed_tensors(
-        source, computed, config=config, new_entries=new_entries, facts={ROTATION: description}
+        source,
+        computed_tensors,
+        config=config,
+        new_entries=new_entries,
+        facts={ROTATION: description},
     )
 
 
@@ -134,12 +138,12 @@ class LastTensorCache:
     def of(self, reader: RotatedTensorReader, checkpoint: Checkpoint, rows: int) -> Tensor:
         """Return all rows of a tensor; the caller must not change them."""
         with self._lock:
-            known = self._key
+            cached_key = self._key
             if (
                 self._value is None
-                or known is None
-                or known[0] != reader.base
-                or known[1] is not checkpoint
+                or cached_key is None
+                or cached_key[0] != reader.base
+                or cached_key[1] is not checkpoint
             ):
                 self._value = self._key = None
                 self._value = reader.rotated(checkpoint, 0, rows)

@@ -387,12 +387,12 @@ class PagedCache(CacheRows):
             target_slots = torch.arange(start, start + len(nodes), device=device)
             for layer, stores in enumerate(self.layers):
                 table = self.table_of(layer)[sequence].long()
-                old, new = (
+                old_slots, new_slots = (
                     table[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
                     for positions in (source, target_slots)
                 )
                 for flat in (_as_slots(tensor) for store in stores for tensor in store.tensors()):
-                    flat[new] = flat[old]
+                    flat[new_slots] = flat[old_slots]
         self.advance(sequence, start + len(nodes) - self.length(sequence))
 
 

@@ -153,12 +153,12 @@ class PackedLinear(PackedWeights):
         """Multiply ``x`` ``[..., in_features]``; return ``[..., out_features]``."""
         rows = x.reshape(-1, self.problem.in_features)
         if self._input is not None:
-            rounded = fake_quantize_input(
+            rounded_input = fake_quantize_input(
                 rows, self._input, self._input_scale, self._outlier_columns
             )
             if self._outlier_columns is not None:
-                rounded[:, self._outlier_columns] = 0
-            rows = rounded.to(x.dtype)
+                rounded_input[:, self._outlier_columns] = 0
+            rows = rounded_input.to(x.dtype)
         if self._decoded_tiles is None:
             y = self.chosen.matmul(rows, self.packed, self.problem)
         else:

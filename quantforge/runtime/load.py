@@ -492,13 +492,13 @@ def _tie_parameters(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
 def _check_filled(model: PreTrainedModel, path: Path) -> None:
     """Raise InputError unless every parameter and buffer of a model has a value."""
     values = [*model.named_parameters(), *model.named_buffers()]
-    missing = tuple(name for name, value in values if value.is_meta)
-    if missing:
-        raise _missing_parameters_error(path, missing)
+    missing_names = tuple(name for name, value in values if value.is_meta)
+    if missing_names:
+        raise _missing_parameters_error(path, missing_names)
 
 
-def _missing_parameters_error(path: Path, missing: tuple[str, ...]) -> InputError:
+def _missing_parameters_error(path: Path, missing_names: tuple[str, ...]) -> InputError:
     return InputError(
-        f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+        f"{path}: {len(missing_names)} parameter(s) are in no file, first: {', '.join(missing_names[:5])}",
         "a complete checkpoint holds every tensor; fetch the model again",
     )

@@ -314,12 +314,12 @@ def sampling_weights(logits: Tensor, options: Sequence[Sampling]) -> Tensor:
         min(max(row_options.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
         for row_options in options
     ]
-    shifted = logits - logits.amax(-1, keepdim=True)
-    weights = (shifted / _column(temperatures, shifted)).exp_()
+    shifted_logits = logits - logits.amax(-1, keepdim=True)
+    weights = (shifted_logits / _column(temperatures, shifted_logits)).exp_()
     vocabulary = logits.shape[1]
     rows = [row for row, row_options in enumerate(options) if 0 < row_options.top_k < vocabulary]
     if rows:
-        _apply_top_k(weights, shifted, rows, [options[row].top_k for row in rows])
+        _apply_top_k(weights, shifted_logits, rows, [options[row].top_k for row in rows])
     rows = [row for row, row_options in enumerate(options) if row_options.top_p < 1]
     if rows:
         _apply_top_p(weights, rows, [options[row].top_p for row in rows])
@@ -401,9 +401,9 @@ def _apply_top_p(weights: Tensor, rows: Sequence[int], probabilities: Sequence[f
         set_size[pending[is_reached]] = last + 1
         pending, target = pending[~is_reached], target[~is_reached]
         candidates *= 8
-    dropped = weights < cutoff
-    for row in (count - dropped.sum(-1, keepdim=True) > set_size)[:, 0].nonzero()[:, 0].tolist():
+    is_dropped = weights < cutoff
+    for row in (count - is_dropped.sum(-1, keepdim=True) > set_size)[:, 0].nonzero()[:, 0].tolist():
         ties = weights[row] == cutoff[row]
         kept_ties = set_size[row] - (weights[row] > cutoff[row]).sum()
-        dropped[row] |= ties & (ties.cumsum(-1) > kept_ties)
-    weights.masked_fill_(dropped, 0)
+        is_dropped[row] |= ties & (ties.cumsum(-1) > kept_ties)
+    weights.masked_fill_(is_dropped, 0)

@@ -92,9 +92,9 @@ class EngineThread:
 
     def cancel(self, ids: Iterable[str]) -> None:
         """Cancel the given requests that have not ended; their cache pages are freed before the next step."""
-        running = [request_id for request_id in ids if request_id in self._events]
-        if running:
-            self._commands.put(lambda: self._cancel(running))
+        running_ids = [request_id for request_id in ids if request_id in self._events]
+        if running_ids:
+            self._commands.put(lambda: self._cancel(running_ids))
 
     def cancel_all(self) -> None:
         """Cancel all requests."""

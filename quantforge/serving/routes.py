@@ -266,11 +266,11 @@ class CompletionEndpoint:
     ) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield the index of a completion with its next piece, until all completions have ended."""
         metrics, engine = self._model.metrics, self._model.engine
-        running = {completion.request.id: completion for completion in completions}
+        running_completions = {completion.request.id: completion for completion in completions}
         awaiting_first_token = True
-        while running:
+        while running_completions:
             event = await events.get()
-            completion = running.get(event.id)
+            completion = running_completions.get(event.id)
             if completion is None:  # ended by a stop string
                 continue
             if awaiting_first_token and isinstance(event, NewToken):
@@ -282,7 +282,7 @@ class CompletionEndpoint:
                 message = f"the completion has no text: {error.message}"
                 raise ApiError(message, 500, code="engine_error") from error
             if piece.reason is not None:
-                del running[event.id]
+                del running_completions[event.id]
                 engine.cancel([event.id])
             if piece != TextPiece():
                 yield completion.index, piece
@@ -308,13 +308,13 @@ async def _stream_documents(
         yield {**documents.chunk(), "usage": usage(completions, body.n)}
 
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def run_while_connected(receive: Receive, response: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine, and cancel it when the client closes the connection.
 
     Raises:
         ClientDisconnect: the client closed the connection.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(response)
     disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)

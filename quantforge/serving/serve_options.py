@@ -68,10 +68,10 @@ def complete_options(given_options: ServeOptions) -> ServeOptions:
     for name, value in options.items():
         if name in OPTION_RANGES:
             OPTION_RANGES[name].check(name, value)
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
+    missing_packages = [name for name in PACKAGES if find_spec(name) is None]
+    if missing_packages:
         raise UsageError(
-            f"serving needs {' and '.join(missing)}, not installed here",
+            f"serving needs {' and '.join(missing_packages)}, not installed here",
             "pip install 'quantforge[serve]'",
         )
     return options

@@ -304,12 +304,12 @@ def _combine_fits(producer_fit: _ScaleFit | None, reader_fit: _ScaleFit | None) 
     The side with less noise counts more: a column that became small relative to the others of its rows has lost
     precision, but the row that became large has it exactly. If one side is damaged, the other one is used.
     """
-    usable = [
+    usable_fits = [
         fit
         for fit in (producer_fit, reader_fit)
         if fit is not None and float(fit.cosine.nanmedian()) > MIN_COSINE
     ]
-    if producer_fit is not None and reader_fit is not None and len(usable) == 2:
+    if producer_fit is not None and reader_fit is not None and len(usable_fits) == 2:
         if min(float(producer_fit.log.std()), float(reader_fit.log.std())) < MIN_SPREAD:
             return None
         first, second = (
@@ -324,9 +324,9 @@ def _combine_fits(producer_fit: _ScaleFit | None, reader_fit: _ScaleFit | None) 
             if _correlation(producer_fit.log, reader_fit.log, weights) < MAX_CORRELATION
             else None
         )
-    if not usable or float(usable[0].log.std()) < MIN_SPREAD_ALONE:
+    if not usable_fits or float(usable_fits[0].log.std()) < MIN_SPREAD_ALONE:
         return None
-    return (-usable[0].log if usable[0] is producer_fit else usable[0].log).exp()
+    return (-usable_fits[0].log if usable_fits[0] is producer_fit else usable_fits[0].log).exp()
 
 
 def _correlation(first: Tensor, second: Tensor, weights: Tensor) -> float:

@@ -528,11 +528,11 @@ def check_input_scale(
             f"input scale {float(scale):.4g}; {key} reads the same input and has {shared_scale:.4g}"
         )
         report.warn("scale", module, text)
-    observed, peaks = inputs.raw(module), inputs.peaks(module)
-    if observed is None or peaks is None:
+    observed_inputs, peaks = inputs.raw(module), inputs.peaks(module)
+    if observed_inputs is None or peaks is None:
         return
     if column_scales is not None:
-        observed, peaks = observed / column_scales, peaks / column_scales
+        observed_inputs, peaks = observed_inputs / column_scales, peaks / column_scales
     observed_peak = float(peaks.max())
     if observed_peak and not float(scale) > 0:
         report.add(
@@ -549,7 +549,11 @@ def check_input_scale(
         return
 
     def error(value: Tensor) -> float:
-        return float((fake_quantize_input(observed, activation, value) - observed).square().sum())
+        return float(
+            (fake_quantize_input(observed_inputs, activation, value) - observed_inputs)
+            .square()
+            .sum()
+        )
 
     smallest_error = min(
         error(scale * (observed_peak / covered_range) * candidate) for candidate in CANDIDATE_RANGES
@@ -581,20 +585,22 @@ def check_cache_scales(
             report.add("scale", name, error.message)
             return
     scales = read_cache_scales(checkpoint, stored_scales, torch.device("cpu"))
-    for block, observed in caches.items():
-        for index, text in unusual_cache_scales(scales[block], observed) if block in scales else ():
+    for block, cache_peaks in caches.items():
+        for index, text in (
+            unusual_cache_scales(scales[block], cache_peaks) if block in scales else ()
+        ):
             report.warn("scale", stored_scales.names[block][index], text)
 
 
 def unusual_cache_scales(
-    scales: tuple[Tensor, Tensor], observed: CachePeaks
+    scales: tuple[Tensor, Tensor], cache_peaks: CachePeaks
 ) -> Iterator[tuple[int, str]]:
     """Yield 0 for keys or 1 for values, with a message, for scales that do not fit the observed peaks.
 
     Scales have one element or ``[kv_heads]``.
     """
     for index, (peaks, scale) in enumerate(
-        zip((observed.keys, observed.values), scales, strict=True)
+        zip((cache_peaks.keys, cache_peaks.values), scales, strict=True)
     ):
         if peaks is None:
             continue

@@ -164,8 +164,10 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     except InputError as error:
         _report_unopenable(report, "incomplete", error)
         return None
-    running = DeclaredChanges.from_manifest(manifest.read_manifest(path)).uses_running_layout
-    return Artifact(checkpoint, file_format, layouts, model_layout, running)
+    uses_running_layout = DeclaredChanges.from_manifest(
+        manifest.read_manifest(path)
+    ).uses_running_layout
+    return Artifact(checkpoint, file_format, layouts, model_layout, uses_running_layout)
 
 
 def open_source(

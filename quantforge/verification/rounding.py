@@ -368,8 +368,8 @@ def find_damaged_part(
     nearest = packer.decode(codes, quantized.parameters, scheme)
     if quantized.outlier_columns is not None:
         nearest[:, quantized.outlier_columns] = target[:, quantized.outlier_columns]
-    allowed = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
-    is_nearest = (value - target).abs() <= allowed
+    max_difference = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
+    is_nearest = (value - target).abs() <= max_difference
     rows, groups = error.groups.shape
     shares = is_nearest.view(rows, groups, -1).float().mean(-1)
     if float((shares >= MIN_NEAREST_SHARE).float().mean()) < MIN_NEAREST_GROUPS:

@@ -442,8 +442,8 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
         return {}
     model_type = config.get("model_type")
     try:
-        known = model_type in CONFIG_MAPPING
-        config_class = CONFIG_MAPPING[model_type] if known else PretrainedConfig
+        is_known_type = model_type in CONFIG_MAPPING
+        config_class = CONFIG_MAPPING[model_type] if is_known_type else PretrainedConfig
         with silence_stderr():
             text = config_class.from_dict(_without_code(config)).to_json_string(use_diff=False)
         normalized: dict[str, Any] = json.loads(text)
@@ -468,9 +468,9 @@ def read_generation_settings(side_files: SideFiles) -> dict[str, Any]:
         GenerationConfig._get_default_generation_params(),
     )
     if GENERATION not in side_files.files:
-        known = generation_keys() - {"use_cache", "transformers_version"}
+        known_keys = generation_keys() - {"use_cache", "transformers_version"}
         configs = (text_config(side_files.config), side_files.config)
-        settings = {key: config[key] for config in configs for key in known & config.keys()}
+        settings = {key: config[key] for config in configs for key in known_keys & config.keys()}
     return {
         key: [value] if key.endswith("_token_id") and type(value) is int else value
         for key, value in settings.items()

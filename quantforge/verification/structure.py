@@ -189,9 +189,9 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         )
         model = replace(model, names_compared=not loading.not_tried)
     verdict = next(item for item in engine_verdicts(info, model) if item.engine == name)
-    refused = verdict.reason if verdict.loads is False else ""
-    if refused or loading.reason:
-        report.add("engine", engine, "; ".join(filter(None, (loading.reason, refused))))
+    refusal = verdict.reason if verdict.loads is False else ""
+    if refusal or loading.reason:
+        report.add("engine", engine, "; ".join(filter(None, (loading.reason, refusal))))
     elif loading.not_tried:
         report.skip(f"not tried: {loading.not_tried}", "engine")
 

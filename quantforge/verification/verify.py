@@ -145,9 +145,9 @@ def _open_matching_source(
 
     Derived declarations use the names of the running model, which in many families differ from those in files.
     """
-    single = any(tensor.expert >= 0 for tensor in artifact.model_layout.tensors)
+    has_single_experts = any(tensor.expert >= 0 for tensor in artifact.model_layout.tensors)
     derive = _is_derived(artifact.model_layout)
-    original = open_source(source, declared, adapter, one_by_one=single, derive=derive)
+    original = open_source(source, declared, adapter, one_by_one=has_single_experts, derive=derive)
     if derive and original.model_layout.architecture is None:
         checkpoint = artifact.checkpoint
         model_layout = match_quantized(checkpoint, artifact.layouts, checkpoint.stored_tensors())

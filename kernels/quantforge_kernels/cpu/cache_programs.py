@@ -314,10 +314,12 @@ def build_store(
     width = first.head_vectors * first.lanes * first.dtype.itemsize  # bytes of a head
     with e.loop(e.first, e.last) as (token, _):
         slot = e.load(e.load_address(ARG_SLOTS), e.scale_index(token, 8), I64)
-        for head_format, has_scale, (new, stride, pool, scales) in zip(
+        for head_format, has_scale, (new_values, stride, pool, scales) in zip(
             formats, measured, _STORE_ARGS, strict=True
         ):
-            source = builder.gep(e.load_address(new), [builder.mul(token, e.load_word(stride))])
+            source = builder.gep(
+                e.load_address(new_values), [builder.mul(token, e.load_word(stride))]
+            )
             measured_scale = e.load_address(scales) if has_scale else None
             with e.loop(I64(0), heads) as (head, _):
                 base = builder.gep(source, [e.scale_index(head, width)])

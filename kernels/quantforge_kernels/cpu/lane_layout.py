@@ -156,6 +156,6 @@ def pack_lanes(codes: Tensor, widths: tuple[int, ...], blocks: ColumnBlocks) -> 
 
 def tile_parameter(parameter: Tensor, lanes: int, groups: int) -> Tensor:
     """Rearrange a parameter ``[out, groups]`` to ``[tiles, groups, lanes]``, padded with zeros."""
-    rows, present = parameter.shape
-    padded = torch.nn.functional.pad(parameter, (0, groups - present, 0, -rows % lanes))
+    rows, num_groups = parameter.shape
+    padded = torch.nn.functional.pad(parameter, (0, groups - num_groups, 0, -rows % lanes))
     return padded.view(-1, lanes, groups).transpose(1, 2).contiguous()

@@ -96,12 +96,14 @@ def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | Non
     last = config["moe_layer_end_index"]
     if 0 <= last < config["num_hidden_layers"] - 1:
         return f"moe_layer_end_index = {last}", "experts up to the last layer"
-    min_score_sum, used, experts = (
+    min_score_sum, experts_per_token, experts = (
         config[key] for key in ("moe_norm_min", "moe_k", "moe_num_experts")
     )
-    are_numbers = all(isinstance(value, int | float) for value in (min_score_sum, used, experts))
+    are_numbers = all(
+        isinstance(value, int | float) for value in (min_score_sum, experts_per_token, experts)
+    )
     if (
-        not are_numbers or min_score_sum * experts > used
+        not are_numbers or min_score_sum * experts > experts_per_token
     ):  # the scores of the used experts sum to at least used / experts
         return f"moe_norm_min = {str(min_score_sum)[:40]}", "at most moe_k / moe_num_experts"
     return None

@@ -66,10 +66,10 @@ def unsupported_attention_scale(
     llama.cpp recognizes the 27B model, which uses another scale, by its number of layers.
     """
     sizes, scale = read_dimensions(config), config.get("query_pre_attn_scalar", 256)
-    computed = sizes.hidden / sizes.heads if sizes.layers == layers_27b else sizes.head
-    if scale == computed:
+    expected_width = sizes.hidden / sizes.heads if sizes.layers == layers_27b else sizes.head
+    if scale == expected_width:
         return None
-    return f"query_pre_attn_scalar = {scale}", f"llama.cpp divides by sqrt({computed:g})"
+    return f"query_pre_attn_scalar = {scale}", f"llama.cpp divides by sqrt({expected_width:g})"
 
 
 def gemma2_config(keys: GgufKeys) -> dict[str, Any]:

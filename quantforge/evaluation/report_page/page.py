@@ -116,9 +116,9 @@ def page(evaluation: Evaluation) -> str:
     """Render the HTML page of an evaluation whose rows have short names instead of paths."""
     rows, verdict = evaluation.rows, evaluation.verdict
     prompts, count = evaluation.options.prompts, len(rows) - 1
-    compared = "1 model compared" if count == 1 else f"{count} models compared"
+    count_text = "1 model compared" if count == 1 else f"{count} models compared"
     return _render_page(
-        title=f"{verdict.names[0]}: {compared}",
+        title=f"{verdict.names[0]}: {count_text}",
         date=evaluation.date,
         versions=evaluation.versions,
         verdict=verdict,

@@ -100,9 +100,9 @@ def _no_inputs(layer: LayerScheme) -> str:
 
 def _unsupported_expert_scheme(layer: LayerScheme) -> str:
     """Return why transformers 5.23 does not load experts of this scheme correctly (seen with mixtral, qwen3_moe)."""
-    known = layer.weight.integer or layer.weight.grid in {"fp8_e4m3", "mxfp4"}
+    is_supported = layer.weight.integer or layer.weight.grid in {"fp8_e4m3", "mxfp4"}
     inputs = layer.input is None or layer.weight.grid == "fp8_e4m3"
-    return "" if known and inputs else "its loader cannot join packed experts of this scheme"
+    return "" if is_supported and inputs else "its loader cannot join packed experts of this scheme"
 
 
 _FLOAT_NOTES = (

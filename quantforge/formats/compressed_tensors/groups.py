@@ -249,9 +249,9 @@ def _parse_input(arguments: object) -> Activation | None:
     if kind == "float" and (grid := _block_scale_grid(bits, fields)):
         return Activation(grid, f"g{size}", grid != "nvfp4")
     grid = {"int": "int8", "float": "fp8_e4m3"}.get(str(kind), "") if bits == 8 else ""
-    known = [("token", True), ("tensor", True), ("tensor", False), ("group", True)]
+    supported_strategies = [("token", True), ("tensor", True), ("tensor", False), ("group", True)]
     sized = strategy != "group" or (type(size) is int and size > 0)
-    if not grid or not sized or (strategy, dynamic) not in known:
+    if not grid or not sized or (strategy, dynamic) not in supported_strategies:
         raise _unsupported_error(f"{kind} activations of {bits!r} bits per {strategy}", fields)
     return Activation(grid, f"g{size}" if strategy == "group" else str(strategy), bool(dynamic))
 

@@ -359,9 +359,9 @@ def _normalized_scalar_header(
     """Return the header of a single scale, of any shape and dtype, as the expected one; others unchanged."""
     if stored is None or expected.shape != (1,):
         return stored
-    single = all(size == 1 for size in stored.shape)
-    known = stored.dtype in {"F16", "BF16", "F32"}
-    return expected if single and known else stored
+    has_one_value = all(size == 1 for size in stored.shape)
+    is_float = stored.dtype in {"F16", "BF16", "F32"}
+    return expected if has_one_value and is_float else stored
 
 
 # Transposed

@@ -189,14 +189,14 @@ def _map_names(
             yield name, GgufName(target, int(expert[2]) if expert else -1)
 
 
-def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
+def name_from_gguf(gguf_name: str, canonical: Iterable[str]) -> str:
     """Return the model's name for a GGUF name such as ``ffn_down`` or ``blk.3.ffn_down``; "" if there is none.
 
     Args:
-        typed: a name, or a pattern of one.
+        gguf_name: a name, or a pattern of one.
         canonical: names of the model, without ``.weight``.
     """
-    match = _TYPED_NAME.fullmatch(typed)
+    match = _TYPED_NAME.fullmatch(gguf_name)
     if match is None or not (match[1] or match[2].startswith(_GGUF_PREFIXES)):
         return ""
     import gguf  # with numpy
@@ -206,9 +206,9 @@ def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
     forms = {
         pattern.rpartition("{bid}.")[2]
         for table in tables
-        for kind, known in table.items()
+        for kind, known_patterns in table.items()
         if gguf.TENSOR_NAMES[kind].rpartition(".")[2] == suffix
-        for pattern in known
+        for pattern in known_patterns
     }
     possible_names = [
         name

@@ -135,7 +135,7 @@ def assign_types(
     base = MIXTURES[mixture][1]
     ordered = sorted(tensors, key=lambda item: file_order(item[0]))
     names = [name for name, _ in ordered]
-    tied = "output.weight" not in names
+    is_tied = "output.weight" not in names
     values = [name for name in names if _is_value(name)]
     type_by_name: dict[str, str] = {}
     value = 0
@@ -144,7 +144,7 @@ def assign_types(
         matrix = next((matrix_name for matrix_name in rows if matrix_name in name), "")
         if base in FLOAT_TYPES:
             type_by_name[name] = base
-        elif name == "output.weight" or (tied and name in EMBEDDING_TENSORS):
+        elif name == "output.weight" or (is_tied and name in EMBEDDING_TENSORS):
             type_by_name[name] = output_type(mixture, base, columns)
         elif name in EMBEDDING_TENSORS:
             type_by_name[name] = _embedding_type(mixture, base)
@@ -197,9 +197,11 @@ def _other_type(mixture: str, base: str, name: str, shape: ModelShape) -> str:
     """Return the type of attention keys and queries, and of all remaining tensors."""
     if "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
         return "Q4_K" if mixture in _LOW_BIT_MIXTURES else "Q8_0"
-    lowered = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
+    lower_types = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
     return (
-        lowered.get(mixture, base) if "attn_k.weight" in name or "attn_q.weight" in name else base
+        lower_types.get(mixture, base)
+        if "attn_k.weight" in name or "attn_q.weight" in name
+        else base
     )
 
 
@@ -327,8 +329,10 @@ def _mixture_distances(
     distances: dict[int, int] = {}
     for label, (number, _) in MIXTURES.items():
         counts = []
-        for observed in (False, True):
-            assigned = assign_types(label, columns.items(), replace(shape, importance=observed))
+        for has_importance in (False, True):
+            assigned = assign_types(
+                label, columns.items(), replace(shape, importance=has_importance)
+            )
             expected_types = {
                 name: fitting_type(kind, columns[name]) for name, kind in assigned.items()
             }

@@ -195,8 +195,8 @@ def _lookup(config_source: str | ValueFunction, config: Mapping[str, Any]) -> An
 
 
 def _number(key: object, value: object, kind: type) -> Any:
-    known = type(value) is int or (kind is float and isinstance(value, float))
-    if not known or not 0 <= float(str(value)) < 1 << 31:
+    is_number = type(value) is int or (kind is float and isinstance(value, float))
+    if not is_number or not 0 <= float(str(value)) < 1 << 31:
         raise InputError(f"{key} = {str(value)[:40]!r}", "a number", subject="config.json")
     return value
 
@@ -235,10 +235,10 @@ def _expert_count(sizes: Dimensions) -> int:
 
 def _used_experts(config: Mapping[str, Any], family: GgufFamily, experts: int) -> int:
     count = _integer_or_default(config, family.used_experts_key, 2)
-    groups, used = config.get("n_group"), config.get("topk_group")
+    groups, used_groups = config.get("n_group"), config.get("topk_group")
     max_used = experts
-    if "expert_group_count" in family.integer_keys and groups and used:
-        max_used = experts // groups * used
+    if "expert_group_count" in family.integer_keys and groups and used_groups:
+        max_used = experts // groups * used_groups
     if not 1 <= count <= max_used:
         raise unsupported_in_gguf(f"{family.used_experts_key} = {count}", f"1 to {max_used}")
     return count
@@ -246,12 +246,12 @@ def _used_experts(config: Mapping[str, Any], family: GgufFamily, experts: int) -
 
 def _check_heads(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> None:
     """Raise `RefusedError` for activations and head sizes that llama.cpp does not compute for the family."""
-    allowed = family.activations
+    supported_values = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
     for config_value in (config[key] for key in keys if config.get(key)):
-        if config_value not in allowed:
+        if config_value not in supported_values:
             raise unsupported_in_gguf(
-                f"activation {config_value!r}", f"{family.arch} computes {allowed[0]}"
+                f"activation {config_value!r}", f"{family.arch} computes {supported_values[0]}"
             )
     if family.permutes_qk and sizes.head % 2:
         raise unsupported_in_gguf(f"head_dim = {sizes.head}", "an even number")
@@ -289,12 +289,12 @@ def _check_partial_rotary(
     rope: RopeParameters, family: GgufFamily, sizes: Dimensions, defaults: Mapping[str, object]
 ) -> None:
     """Raise `RefusedError` for partial rotary embeddings in a family whose heads always rotate fully."""
-    known = (
+    is_supported = (
         "partial_rotary_factor" in defaults
         or "rope.dimension_count" in family.size_keys
         or family.rope_divisors_head
     )
-    if rope.width != sizes.head and not known:
+    if rope.width != sizes.head and not is_supported:
         rotated_share = rope.width / sizes.head
         raise unsupported_in_gguf(
             f"partial_rotary_factor = {rotated_share:g}", f"{family.arch} rotates whole heads"
@@ -325,15 +325,15 @@ def _difference_events(
     ``config`` is with the family's defaults.
     """
     message = yarn_rounding(rope)
-    rounded = (
+    rounding_events = (
         (Event("rope-approximated", "config.json", f"truncate = false: {message}"),)
         if message
         else ()
     )
     window = config.get("sliding_window", family.config_window_default)
     if window is None or sizes.positions <= window or family.supports_window:
-        return rounded
+        return rounding_events
     if not any(windows.of_layers(config, sizes.layers)):
-        return rounded
+        return rounding_events
     text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
-    return (*rounded, Event("sliding-window-dropped", "config.json", text))
+    return (*rounding_events, Event("sliding-window-dropped", "config.json", text))

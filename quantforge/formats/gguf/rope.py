@@ -98,8 +98,8 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
     rotated_share = _positive_number(
         scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
     )
-    known = _spelled(parameters)
-    if parameters and {**known, **_spelled(legacy_scaling)} != known:
+    spelled_parameters = _spelled(parameters)
+    if parameters and {**spelled_parameters, **_spelled(legacy_scaling)} != spelled_parameters:
         raise InputError(
             "rope_parameters and rope_scaling say different things",
             "keep rope_parameters alone",
@@ -137,8 +137,8 @@ def _original_context(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     """Return the context length before scaling, 0 if it is not given."""
     key = "original_max_position_embeddings"
     value = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (known and value == value // 1 and value >= 1):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and value == value // 1 and value >= 1):
         raise InputError(
             f"{key} = {str(value)[:40]!r}", "a whole number from 1 on", subject="config.json"
         )
@@ -298,8 +298,8 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
         tokens = rope.original or rope.context
         problem = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
         raise unsupported_in_gguf(problem, "more")
-    known = betas if family.reads_yarn_betas else _BETAS
-    if _yarn_range(rope, betas, rounded=True) != _yarn_range(rope, known, rounded=True):
+    llama_cpp_betas = betas if family.reads_yarn_betas else _BETAS
+    if _yarn_range(rope, betas, rounded=True) != _yarn_range(rope, llama_cpp_betas, rounded=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
         flags = " ".join(
             f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in betas.items()

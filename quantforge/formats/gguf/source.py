@@ -108,12 +108,12 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             subject=str(path),
         )
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    known = canonical_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
+    known_names = canonical_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
     stored_tensors: dict[str, _StoredAs] = {}
     for entry in file.tensors.values():
         if entry.name in _COMPUTED:
             continue
-        if entry.name not in known:
+        if entry.name not in known_names:
             raise InputError(
                 f"tensor {entry.name!r} is none of {family.arch}",
                 "is this a model file?",
@@ -121,7 +121,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
                 tensor=entry.name,
                 subject=str(path),
             )
-        stored_tensors |= _stored_as(entry, known[entry.name], family, config)
+        stored_tensors |= _stored_as(entry, known_names[entry.name], family, config)
     entries = {
         name: _visible_entry(name, stored_tensor)
         for name, stored_tensor in sorted(stored_tensors.items())

@@ -125,8 +125,8 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             )
         content = item["content"]
         if content and content not in tokens:
-            known = vocab.get(content)
-            number = known if type(known) is int else max(last + 1, len(vocab))
+            vocab_id = vocab.get(content)
+            number = vocab_id if type(vocab_id) is int else max(last + 1, len(vocab))
             tokens[content] = {**item, "id": number}
             last = max(last, number)
     return list(tokens.values())
@@ -187,10 +187,10 @@ def check_added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]
     """Raise `InputError` if a token added in ``tokenizer_config.json`` is missing from ``tokenizer.json``."""
     token_settings = settings.get("added_tokens_decoder")
     added_texts = {item["content"] for item in added_tokens(tokenizer)}
-    known = added_texts | tokenizer["model"]["vocab"].keys()
+    known_texts = added_texts | tokenizer["model"]["vocab"].keys()
     for number, item in token_settings.items() if isinstance(token_settings, Mapping) else ():
         content = item.get("content") if isinstance(item, Mapping) else None
-        if content not in known:
+        if content not in known_texts:
             raise InputError(
                 f"tokenizer_config.json: added token {content!r} (id {number}) is not in tokenizer.json",
                 "save the tokenizer again with transformers, which writes both files",
@@ -273,10 +273,14 @@ def post_processor_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str |
     """Return the special tokens that the post-processor adds at the beginning and the end, None for none."""
     first = last = None
     for node in flatten_steps(tokenizer.get("post_processor"), "processors"):
-        single = node.get("single")
-        if node.get("type") != "TemplateProcessing" or not isinstance(single, list):
+        single_template = node.get("single")
+        if node.get("type") != "TemplateProcessing" or not isinstance(single_template, list):
             continue
-        tokens = [item.get("SpecialToken") for item in single if isinstance(item, Mapping) and item]
+        tokens = [
+            item.get("SpecialToken")
+            for item in single_template
+            if isinstance(item, Mapping) and item
+        ]
         if tokens and isinstance(tokens[0], Mapping):
             first = str(tokens[0].get("id"))
         if tokens and isinstance(tokens[-1], Mapping):

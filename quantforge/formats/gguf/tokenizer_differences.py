@@ -72,8 +72,8 @@ def spelled_with_spaces(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -
     Other tokens keep `SENTENCEPIECE_SPACE`, and are matched in text literally: special ones, and those that are neither
     in the vocabulary nor normalized.
     """
-    known = item.get("normalized") or item["content"] in tokenizer["model"]["vocab"]
-    return bool(known) and not item.get("special") and SENTENCEPIECE_SPACE in item["content"]
+    is_in_vocab = item.get("normalized") or item["content"] in tokenizer["model"]["vocab"]
+    return bool(is_in_vocab) and not item.get("special") and SENTENCEPIECE_SPACE in item["content"]
 
 
 def prepend_scheme(node: Mapping[str, Any]) -> str | None:
@@ -219,15 +219,15 @@ def post_processor_differences(
         yield f"post_processor: {len(templates)} templates: llama.cpp has one"
         return
     for node in templates:
-        single = node.get("single")
+        single_template = node.get("single")
         items = [
             item
-            for item in (single if isinstance(single, list) else [])
+            for item in (single_template if isinstance(single_template, list) else [])
             if isinstance(item, Mapping)
         ]
         positions = [index for index, item in enumerate(items) if "Sequence" in item]  # of the text
         declared = node.get("special_tokens")
-        known = declared if isinstance(declared, Mapping) else {}
+        special_tokens = declared if isinstance(declared, Mapping) else {}
         if len(positions) != 1:
             yield f"post_processor: a template with the text {len(positions)} times: llama.cpp takes it once"
             continue
@@ -244,9 +244,9 @@ def post_processor_differences(
                 number
                 for name in names
                 for number in (
-                    known[name]["ids"]
-                    if isinstance(known.get(name), Mapping)
-                    and isinstance(known[name].get("ids"), list)
+                    special_tokens[name]["ids"]
+                    if isinstance(special_tokens.get(name), Mapping)
+                    and isinstance(special_tokens[name].get("ids"), list)
                     else [ids.get(name, -1)]
                 )
             ]
@@ -286,8 +286,11 @@ def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str
 
 
 def _reads_spaces(node: Mapping[str, Any]) -> bool:
-    replaced = (node.get("pattern"), node.get("content")) == ({"String": SENTENCEPIECE_SPACE}, " ")
-    return node.get("type") == "Metaspace" or (node.get("type") == "Replace" and replaced)
+    replaces_space = (node.get("pattern"), node.get("content")) == (
+        {"String": SENTENCEPIECE_SPACE},
+        " ",
+    )
+    return node.get("type") == "Metaspace" or (node.get("type") == "Replace" and replaces_space)
 
 
 def settings_differences(
@@ -311,10 +314,10 @@ def settings_differences(
                 f"add_{role}_token = {str(flag).lower()}: tokenizer.json says otherwise, and classes of transformers "
                 f"go by one or the other; llama.cpp puts {'a' if written_flag else 'no'} token that {verb} a text"
             )
-    known = {item["content"] for item in added_tokens(tokenizer)} | tokenizer["model"][
+    known_texts = {item["content"] for item in added_tokens(tokenizer)} | tokenizer["model"][
         "vocab"
     ].keys()
-    unknown = [text for text in special_token_texts(settings) if text not in known]
+    unknown = [text for text in special_token_texts(settings) if text not in known_texts]
     if unknown:
         texts = ", ".join(f"{text!a:.40}" for text in unknown[:_MAX_SHOWN])
         yield (

@@ -119,14 +119,14 @@ def _byte_level_bpe(
 ) -> dict[str, Any]:
     del roles
     name = file.value("tokenizer.ggml.pre", str, "default")
-    known = pre_tokenizer_steps(name)
-    if known is None:
+    pre_tokenizer = pre_tokenizer_steps(name)
+    if pre_tokenizer is None:
         raise InputError(
             f"pre-tokenizer {name!r} is not read",
             "copy tokenizer.json from the source",
             subject=str(file.files[0]),
         )
-    steps, ignore_merges = known
+    steps, ignore_merges = pre_tokenizer
     nodes: list[dict[str, Any]] = []
     for step in steps:
         if step == BYTE_LEVEL_STEP:

@@ -525,10 +525,12 @@ def _sentencepiece(
 
 def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
     """Raise `RefusedError` unless every byte is a token, as llama.cpp requires."""
-    missing = [name for name in (f"<0x{byte:02X}>" for byte in range(256)) if name not in vocab]
-    if missing:
+    missing_bytes = [
+        name for name in (f"<0x{byte:02X}>" for byte in range(256)) if name not in vocab
+    ]
+    if missing_bytes:
         raise RefusedError(
-            f"byte_fallback, and {len(missing)} of the 256 bytes are no pieces, {missing[0]} first",
+            f"byte_fallback, and {len(missing_bytes)} of the 256 bytes are no pieces, {missing_bytes[0]} first",
             "llama.cpp needs all of them: this tokenizer cannot be carried",
             subject=str(path),
         )
@@ -539,13 +541,13 @@ def _check_merges(
 ) -> None:
     """Raise `RefusedError` unless every split of a token into two tokens is a merge, as llama.cpp assumes."""
     check_lengths(path, vocab)
-    known = set(pairs)
+    known_pairs = set(pairs)
     for piece in vocab.keys() - added_texts:
         if _BYTE_PIECE.fullmatch(piece):
             continue
         for cut in range(1, len(piece)):
             pair = piece[:cut], piece[cut:]
-            if pair[0] in vocab and pair[1] in vocab and pair not in known:
+            if pair[0] in vocab and pair[1] in vocab and pair not in known_pairs:
                 raise RefusedError(
                     f"{pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
                     "join them, this tokenizer does not",
@@ -576,7 +578,7 @@ def _adds_space_prefix(
         added_texts: its added tokens.
         named: other tokens for some words are accepted (``--pre-tokenizer``).
     """
-    prefix = replaced = False
+    prefix = replaces_space = False
     model = tokenizer["model"]
     for node in (
         *flatten_steps(tokenizer.get("normalizer"), "normalizers"),
@@ -592,8 +594,8 @@ def _adds_space_prefix(
         ):
             default = "always" if node.get("add_prefix_space", True) else "never"
             prefix = prefix or node.get("prepend_scheme", default) != "never"
-            replaced = True
-            across = next(
+            replaces_space = True
+            metaspace_node = next(
                 (
                     token
                     for token in model["vocab"]
@@ -601,21 +603,21 @@ def _adds_space_prefix(
                 ),
                 None,
             )
-            if node.get("split", True) and across is not None and not named:
+            if node.get("split", True) and metaspace_node is not None and not named:
                 raise RefusedError(
-                    f"Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
+                    f"Metaspace splits a text at spaces, llama.cpp does not, and joins {metaspace_node!r}",
                     "accept other tokens for some words with --pre-tokenizer default",
                     subject=str(path),
                 )
         elif kind == "Replace" and spaces and node.get("content") == SENTENCEPIECE_SPACE:
-            replaced = True
-        elif not (kind == "Split" and spaces and replaced):
+            replaces_space = True
+        elif not (kind == "Split" and spaces and replaces_space):
             raise RefusedError(
                 f"llama.cpp's tokenizer has no step {kind!r}",
                 "this tokenizer cannot be carried",
                 subject=str(path),
             )
-    if not replaced:
+    if not replaces_space:
         raise RefusedError(
             f"no step writes spaces as {SENTENCEPIECE_SPACE}, and llama.cpp does",
             "this tokenizer cannot be carried",

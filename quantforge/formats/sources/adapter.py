@@ -129,13 +129,13 @@ def open_adapter(path: Path) -> Adapter:
     check_config(path / CONFIG, config)
     # Looked at before gigabytes are digested, and taken as it is afterwards.
     _sort_tensors(path, config, read_header(path / WEIGHTS, path))
-    known = compute_checksums(path / WEIGHTS, path)
+    checksums = compute_checksums(path / WEIGHTS, path)
     tensor_entries = read_header(path / WEIGHTS, path)
-    entries = {name: replace(entry, checksums=known) for name, entry in tensor_entries.items()}
+    entries = {name: replace(entry, checksums=checksums) for name, entry in tensor_entries.items()}
     changes, replaced = _sort_tensors(path, config, entries)
     return Adapter(
         path,
-        (f"{hashlib.sha256(text).hexdigest()}  {CONFIG}", f"{known.sha256}  {WEIGHTS}"),
+        (f"{hashlib.sha256(text).hexdigest()}  {CONFIG}", f"{checksums.sha256}  {WEIGHTS}"),
         changes,
         replaced,
         config.get("fan_in_fan_out") is True,

@@ -150,9 +150,12 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
         )
         raise _error(path, kind, problem, "save its tensors with safetensors, under the same names")
     if kind not in DRAFT_KINDS:
-        known = " and ".join(DRAFT_KINDS)
+        supported_kinds = " and ".join(DRAFT_KINDS)
         raise _error(
-            path, kind, "are not computed here", f"{known} heads are, or take a draft model"
+            path,
+            kind,
+            "are not computed here",
+            f"{supported_kinds} heads are, or take a draft model",
         )
     checkpoint = resolve_declaration(open_checkpoint(path))
     try:

@@ -125,27 +125,32 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     stored_names = _StoredNames(checkpoint, model_layout)
     touched_names = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
     unties_head = not adapter.ties and stored_names.stand_apart(touched_names)
-    new, merge = _MergedTensors(checkpoint, stored_names), _MergedTensors(checkpoint, stored_names)
+    replacements, merged = (
+        _MergedTensors(checkpoint, stored_names),
+        _MergedTensors(checkpoint, stored_names),
+    )
     for name, entry in adapter.replaced.items():
-        new.put(name, entry.shape, _ReplacementReader(entry))
+        replacements.put(name, entry.shape, _ReplacementReader(entry))
     for module, change in adapter.changes.items():
         name = f"{module}.weight"
         is_transposed = change.embedding or stored_names.turned(name, adapter.turned)
         shape = change.shape[::-1] if is_transposed else change.shape
-        merge.put(name, shape, _LowRankMergedReader(stored_names.base(name), change, is_transposed))
+        merged.put(
+            name, shape, _LowRankMergedReader(stored_names.base(name), change, is_transposed)
+        )
         if change.bias is not None:
             name = f"{module}.bias"
             if not stored_names.base(name):
                 raise _no_bias_error(checkpoint, adapter, change.bias.name, name)
             rows = _BiasReader(stored_names.base(name), change.bias, change.scaling)
-            merge.put(name, change.bias.shape, rows)
+            merged.put(name, change.bias.shape, rows)
     unchanged = [
         f"{name}: target_modules name it, and the adapter does not change it"
         for name in stored_names.of_linears(adapter.everywhere)
-        if name not in merge.computed
+        if name not in merged.computed
     ]
-    resized = {**new.resized, **merge.resized}
-    problems = [*new.problems, *merge.problems]
+    resized = {**replacements.resized, **merged.resized}
+    problems = [*replacements.problems, *merged.problems]
     if not problems and len({rows for rows, _ in resized.values()}) == 1:
         raise _resized_error(checkpoint, adapter, resized)
     problems += [
@@ -156,7 +161,7 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
         hint = adapter.trained_on
         if not problems:
             hint = f"fetch it again: a part of it is missing; {hint}"
-        elif merge.computed and all(problem.endswith(_MISSING) for problem in problems):
+        elif merged.computed and all(problem.endswith(_MISSING) for problem in problems):
             hint = (
                 f"its other tensors fit: train it without what the model has no place for; {hint}"
             )
@@ -166,12 +171,12 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     if unties_head:
         head = stored_names.stored(stored_names.head)
         new_entries = {head: replace(checkpoint.entries[stored_names.embedding], name=head)}
-        new.computed.setdefault(head, _UntiedHeadReader(stored_names.embedding))
+        replacements.computed.setdefault(head, _UntiedHeadReader(stored_names.embedding))
         config = untie_config(config)
     extended = with_computed_tensors(
-        checkpoint, new.computed, config=config, new_entries=new_entries
+        checkpoint, replacements.computed, config=config, new_entries=new_entries
     )
-    return with_computed_tensors(extended, merge.computed, facts=facts)
+    return with_computed_tensors(extended, merged.computed, facts=facts)
 
 
 def _resized_error(
@@ -300,13 +305,13 @@ class _StoredNames:
         family = model_layout.architecture
         self.head = f"{family.head}.weight" if family else "lm_head.weight"
         embedding = f"{family.embedding}.weight" if family else ""
-        known = model_layout.by_name.get(embedding)
-        self.embedding = known.header.name if known else ""
+        embedding_tensor = model_layout.by_name.get(embedding)
+        self.embedding = embedding_tensor.header.name if embedding_tensor else ""
 
     def stored(self, name: str) -> str:
         """Return the stored name of a tensor."""
-        known = self._found.by_name.get(name)
-        return known.header.name if known else name
+        tensor = self._found.by_name.get(name)
+        return tensor.header.name if tensor else name
 
     def base(self, name: str) -> str:
         """Return the stored name of the tensor to change; "" if the model has none."""
@@ -317,8 +322,8 @@ class _StoredNames:
 
     def turned(self, name: str, default: bool) -> bool:
         """Return whether a linear is stored ``[in, out]``; ``default`` by the adapter if the family is not declared."""
-        known = self._found.by_name.get(name)
-        return known.transposed if known and self._found.architecture else default
+        tensor = self._found.by_name.get(name)
+        return tensor.transposed if tensor and self._found.architecture else default
 
     def of_linears(self, ends: Collection[str]) -> list[str]:
         """Return the stored weights of linears whose names end with one of ``ends``, experts excepted."""

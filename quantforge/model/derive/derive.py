@@ -344,7 +344,7 @@ def _derive_architecture(
         _are_transposed(outside.blocks),
         tuple(model._keep_in_fp32_modules or ()),
     )
-    derived: dict[object, DerivedKind] = {}
+    kinds_by_key: dict[object, DerivedKind] = {}
     shares: list[int] = []  # blocks that put something into a mapping that later blocks read
 
     def sizes(hidden: int) -> ModelFacts:
@@ -354,11 +354,11 @@ def _derive_architecture(
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
         mapping_sizes = _sizes_of_mappings(call)
-        if key in derived and mapping_sizes:
+        if key in kinds_by_key and mapping_sizes:
             trial = TrialBlock(outside.blocks[index], states, call)
             with trial.filled():
                 trial.run()  # later blocks may read what it puts there
-        if key not in derived:
+        if key not in kinds_by_key:
             prefix = f"{outside.name}.{index}."
             names_in_block = {
                 name.removeprefix(prefix): shape
@@ -371,13 +371,13 @@ def _derive_architecture(
                 names_in_block,
                 {name.removeprefix(prefix) for name in unstacked},
             )
-            derived[key] = _name_kind(derived_kind, derived.values())
+            kinds_by_key[key] = _name_kind(derived_kind, kinds_by_key.values())
         if mapping_sizes != _sizes_of_mappings(call):
             shares.append(index)
-        return derived[key].extra_outputs if derived[key].kind.num_outputs else None
+        return kinds_by_key[key].extra_outputs if kinds_by_key[key].kind.num_outputs else None
 
     needs_replay = _needs_replay(outside, learn) or bool(shares)
-    kinds = unify_slices([derived[key] for key in keys])
+    kinds = unify_slices([kinds_by_key[key] for key in keys])
     return _architecture(
         model, outside, shapes, sizes(outside.hidden), kinds, replayed=needs_replay
     )
@@ -387,9 +387,9 @@ def _sizes_of_mappings(call: Call) -> dict[str, int]:
     return {name: len(value) for name, value in mutable_mappings(call).items()}
 
 
-def _name_kind(derived: DerivedKind, known: Iterable[DerivedKind]) -> DerivedKind:
+def _name_kind(derived: DerivedKind, named_kinds: Iterable[DerivedKind]) -> DerivedKind:
     """Name a new layer kind, or return the known kind that equals it."""
-    known_by_name = {item.kind.name: item for item in known}
+    known_by_name = {item.kind.name: item for item in named_kinds}
     for item in known_by_name.values():
         if replace(derived.kind, name=item.kind.name) == item.kind:
             return item
@@ -482,7 +482,7 @@ def _architecture(
     outside: _ModelAroundBlocks,
     shapes: Mapping[str, tuple[int, ...]],
     sizes: ModelFacts,
-    derived: Sequence[DerivedKind],
+    derived_kinds: Sequence[DerivedKind],
     *,
     replayed: bool,
 ) -> Architecture:
@@ -490,8 +490,8 @@ def _architecture(
         name: shape for name, shape in shapes.items() if not name.startswith(f"{outside.name}.")
     }
     config = model.config.get_text_config()
-    kinds = {item.kind.name: item for item in derived}
-    slices = {name: row_slice for item in derived for name, row_slice in item.slices.items()}
+    kinds = {item.kind.name: item for item in derived_kinds}
+    slices = {name: row_slice for item in derived_kinds for name, row_slice in item.slices.items()}
     names = {module: name for name, module in model.named_modules()}
     head = output_layer(model)
     if head is None:
@@ -509,12 +509,12 @@ def _architecture(
         transposed=sizes.transposed,
         needs_model_replay=replayed,
         num_streams=outside.layout.values_per_token // outside.hidden,
-        fused_attention=any(item.has_fused_attention for item in derived),
+        fused_attention=any(item.has_fused_attention for item in derived_kinds),
         derivation=Derivation(
             f"transformers {version('transformers')}, {type(model).__name__}",
             sizes.dimensions,
-            tuple(item.kind.name for item in derived),
-            unobserved=tuple(sorted({name for item in derived for name in item.unobserved})),
+            tuple(item.kind.name for item in derived_kinds),
+            unobserved=tuple(sorted({name for item in derived_kinds for name in item.unobserved})),
         ),
     )
 

@@ -141,7 +141,7 @@ def derive_kind(
                 slices[scale_fold.scale_fold.module] = scale_fold
         mixture = _mixture_of(block, shapes)
     all_linears = {key for key, module in block.module.named_modules() if is_linear(module)}
-    observed = {linear for shared in inputs for linear in shared.linears}
+    observed_linears = {linear for shared in inputs for linear in shared.linears}
     return DerivedKind(
         LayerKind(
             _parameters(shapes, mixture, unstacked),
@@ -151,25 +151,25 @@ def derive_kind(
             num_outputs=0 if extra_outputs is None else 1 + len(extra_outputs),
         ),
         slices,
-        tuple(sorted(all_linears - observed - unquantized)),
+        tuple(sorted(all_linears - observed_linears - unquantized)),
         observer.has_fused_attention,
         tree_map(_to_float32, extra_outputs or ()),
     )
 
 
-def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
+def unify_slices(derived_kinds: Sequence[DerivedKind]) -> list[DerivedKind]:
     """Make layer kinds agree on how each fused linear is sliced.
 
     A family declares the slices of a linear once. A kind whose linear has another shape or other slices than in the
     first kind that has it loses its scale folds in that linear.
     """
     shapes: dict[str, tuple[str, ...]] = {}
-    for item in derived:
+    for item in derived_kinds:
         for parameter in item.kind.parameters:
             shapes.setdefault(parameter.name, parameter.shape)
     cuts: dict[str, tuple[object, ...]] = {}
     kinds = []
-    for item in derived:
+    for item in derived_kinds:
         parameter_shapes = {parameter.name: parameter.shape for parameter in item.kind.parameters}
         modules_of_other_shape = {
             name
@@ -326,9 +326,9 @@ class _BlockObserver(FunctionMode):
             return
         x = _flatten_tokens(args[0])
         self.linears.append(name)
-        for known in self.activations:
-            if torch.equal(known.value, x):
-                known.linears.append(name)
+        for activation in self.activations:
+            if torch.equal(activation.value, x):
+                activation.linears.append(name)
                 return
         producers = [key for key, y in self._producer_outputs if torch.equal(y, x)]
         self.activations.append(_ReadActivation(x, [name], tuple(producers)))

@@ -293,8 +293,8 @@ class _FoldTrial:
 
     def _divided(self, candidate: FoldCandidate, channels: Tensor) -> Mapping[str, Tensor]:
         module, kind = candidate.scale_fold.module, candidate.scale_fold.kind
-        known = dict(self._block.module.named_parameters())
-        weight = known[f"{module}.weight"]
+        parameters = dict(self._block.module.named_parameters())
+        weight = parameters[f"{module}.weight"]
         changed_weights = {}
         if kind is FoldKind.NORM_PLUS_ONE:
             changed_weights[f"{module}.weight"] = (weight + 1) / channels - 1
@@ -306,7 +306,7 @@ class _FoldTrial:
             changed_weights[f"{module}.weight"] = (
                 stored_weight.T if self._transposed else stored_weight
             )
-        bias = known.get(f"{module}.bias")
+        bias = parameters.get(f"{module}.bias")
         if bias is not None:
             changed_weights[f"{module}.bias"] = bias.clone()
             changed_weights[f"{module}.bias"][candidate.rows] /= channels

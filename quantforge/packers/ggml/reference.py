@@ -206,9 +206,9 @@ def _quantize_affine_k(blocks: _Blocks, grid: CodeRange) -> CodesAndParams:
             if grid.high == 15
             else _CandidateScales(-0.5, _round_to_float32(0.1), 15)
         )
-    searched = _search_affine(x.flatten(1), grid.high, weights.flatten(1), candidates)
-    scales, negated_min = (array.view(x.shape[1:]) for array in searched[:2])
-    codes = searched[2].view(x.shape)
+    search_result = _search_affine(x.flatten(1), grid.high, weights.flatten(1), candidates)
+    scales, negated_min = (array.view(x.shape[1:]) for array in search_result[:2])
+    codes = search_result[2].view(x.shape)
     group_weights = _sum_in_order(weights) if blocks.importance is not None else None
     d, scales = _block_units(scales, max_integer, group_weights)
     dmin, mins = _block_units(negated_min, max_integer, group_weights)
@@ -387,10 +387,10 @@ def _search_positive(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Ten
     for tenths in (*range(-4, 0), *range(1, 5)):
         candidate = _divide_exactly(_add_tenths(high, tenths), max_value)
         candidate_error = error(candidate)
-        better = candidate_error < best_error
+        is_better = candidate_error < best_error
         best_error, inverse = (
-            torch.where(better, candidate_error, best_error),
-            torch.where(better, candidate, inverse),
+            torch.where(is_better, candidate_error, best_error),
+            torch.where(is_better, candidate, inverse),
         )
     codes = codes_of(inverse)
     scale = _descend_coordinates(x, codes, weights, (0, high))

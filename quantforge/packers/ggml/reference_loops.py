@@ -146,16 +146,16 @@ def descend_coordinates(x, weights, low, high, codes, scales):  # type: ignore[n
                     other_products = products - weight * value * code
                     other_squares = squares - weight * code * code
                     is_valid = (other_products > _ZERO) & ((other_squares > _ZERO) | (low < _ZERO))
-                    new = round_and_clamp(value * other_squares / other_products, low, high)
-                    new_product = other_products + weight * value * new
-                    new_square = other_squares + weight * new * new
+                    new_code = round_and_clamp(value * other_squares / other_products, low, high)
+                    new_product = other_products + weight * value * new_code
+                    new_square = other_squares + weight * new_code * new_code
                     candidate_gain = new_product * new_product * squares
-                    better = candidate_gain > products * products * new_square
-                    better &= is_valid & (new != code) & (new_square > _ZERO)
-                    cs[index, lane] = new if better else code
-                    s[_PRODUCTS + lane] = new_product if better else products
-                    s[_SQUARES + lane] = new_square if better else squares
-                    s[_CANDIDATE + lane] += _ONE if better else _ZERO
+                    is_better = candidate_gain > products * products * new_square
+                    is_better &= is_valid & (new_code != code) & (new_square > _ZERO)
+                    cs[index, lane] = new_code if is_better else code
+                    s[_PRODUCTS + lane] = new_product if is_better else products
+                    s[_SQUARES + lane] = new_square if is_better else squares
+                    s[_CANDIDATE + lane] += _ONE if is_better else _ZERO
             if not s[_CANDIDATE : _CANDIDATE + LANES].any():
                 break
         count = min(LANES, x.shape[1] - first)
@@ -213,10 +213,10 @@ def _update_best(s):  # type: ignore[no-untyped-def]
         products, squares, best = s[_PRODUCTS + lane], s[_SQUARES + lane], s[_BEST_GAIN + lane]
         scale, inverse = s[_SCALE + lane], s[_INVERSE + lane]
         candidate = products / squares
-        better = (squares > _ZERO) & (products * products > best * squares)
-        s[_SCALE + lane] = candidate if better else scale
-        s[_BEST_GAIN + lane] = candidate * products if better else best
-        s[_INVERSE + lane] = s[_CANDIDATE + lane] if better else inverse
+        is_better = (squares > _ZERO) & (products * products > best * squares)
+        s[_SCALE + lane] = candidate if is_better else scale
+        s[_BEST_GAIN + lane] = candidate * products if is_better else best
+        s[_INVERSE + lane] = s[_CANDIDATE + lane] if is_better else inverse
 
 
 # Grids with a minimum
@@ -257,12 +257,12 @@ def search_affine(x, weights, high, numerators, absolute, scales, negated_mins, 
             _sum_errors(xs, ws, s, high, absolute)
             for lane in range(LANES):
                 error = s[_ERROR + lane]
-                better = (s[_SQUARES + lane] > _ZERO) & (error < s[_BEST_GAIN + lane])
-                s[_BEST_GAIN + lane] = error if better else s[_BEST_GAIN + lane]
-                s[_SCALE + lane] = s[_FITTED_SCALE + lane] if better else s[_SCALE + lane]
-                s[_INVERSE + lane] = s[_CANDIDATE + lane] if better else s[_INVERSE + lane]
-                code_min[lane] = s[_MIN + lane] if better else code_min[lane]
-                s[_MIN + lane] = s[_FITTED_MIN + lane] if better else s[_MIN + lane]
+                is_better = (s[_SQUARES + lane] > _ZERO) & (error < s[_BEST_GAIN + lane])
+                s[_BEST_GAIN + lane] = error if is_better else s[_BEST_GAIN + lane]
+                s[_SCALE + lane] = s[_FITTED_SCALE + lane] if is_better else s[_SCALE + lane]
+                s[_INVERSE + lane] = s[_CANDIDATE + lane] if is_better else s[_INVERSE + lane]
+                code_min[lane] = s[_MIN + lane] if is_better else code_min[lane]
+                s[_MIN + lane] = s[_FITTED_MIN + lane] if is_better else s[_MIN + lane]
         count = min(LANES, x.shape[1] - first)
         for lane in range(count):
             is_empty = s[_MAX + lane] <= initial_min[lane]
@@ -321,10 +321,10 @@ def _fit_line(x, w, s, high):  # type: ignore[no-untyped-def]
         products = s[_PRODUCTS + lane]
         weight, mean = s[_WEIGHT + lane], s[_MEAN + lane]
         determinant = weight * squares - weighted_codes * weighted_codes
-        fitted = (weight * products - mean * weighted_codes) / determinant
+        fitted_scale = (weight * products - mean * weighted_codes) / determinant
         lowest = (squares * mean - weighted_codes * products) / determinant
         clamp_min = lowest > _ZERO
-        s[_FITTED_SCALE + lane] = products / squares if clamp_min else fitted
+        s[_FITTED_SCALE + lane] = products / squares if clamp_min else fitted_scale
         s[_FITTED_MIN + lane] = _ZERO if clamp_min else lowest
         s[_SQUARES + lane] = determinant
 

@@ -144,12 +144,12 @@ def take_best(
     best_params: GroupParams = {}
     for candidate in candidates:
         gain = gain_of(candidate)
-        better = gain > best  # false for what is not a number
+        is_better = gain > best  # false for what is not a number
         for value in candidate.values():
-            better &= value.isfinite()
-        best = torch.where(better, gain, best)
+            is_better &= value.isfinite()
+        best = torch.where(is_better, gain, best)
         best_params = {
-            key: torch.where(better, value, best_params.get(key, params[key]))
+            key: torch.where(is_better, value, best_params.get(key, params[key]))
             for key, value in candidate.items()
         }
     for key, value in best_params.items():

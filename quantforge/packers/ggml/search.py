@@ -178,10 +178,10 @@ def _refit_targets(
     variance = weighted_squares - weighted_codes * weighted_codes / group_weight
     step_change = (products - weighted_codes * residual / group_weight) / variance
     offset_change = (residual - step_change * weighted_codes) / group_weight
-    usable = (variance > MIN_VARIANCE_SHARE * weighted_squares) & (step + step_change > 0)
-    usable &= offset + offset_change <= 0
-    return torch.where(usable, step + step_change, step), torch.where(
-        usable, offset + offset_change, offset
+    is_valid = (variance > MIN_VARIANCE_SHARE * weighted_squares) & (step + step_change > 0)
+    is_valid &= offset + offset_change <= 0
+    return torch.where(is_valid, step + step_change, step), torch.where(
+        is_valid, offset + offset_change, offset
     )
 
 
@@ -211,12 +211,12 @@ def _refit_units(
         (offset_gradient * step_step - step_gradient * step_offset) / determinant,
     )
     new_units = [unit.double() + change for unit, change in zip(units, changes, strict=True)]
-    usable = (
+    is_valid = (
         (determinant > 1e-9 * step_step * offset_offset) & (new_units[0] > 0) & (new_units[1] >= 0)
     )
     return [
-        round_to_float16(torch.where(usable, new, old.double()).float())
-        for new, old in zip(new_units, units, strict=True)
+        round_to_float16(torch.where(is_valid, new_unit, old_unit.double()).float())
+        for new_unit, old_unit in zip(new_units, units, strict=True)
     ]
 
 

@@ -131,13 +131,13 @@ def choose_integers(x, w, start, units, moves, low, high, thresholds, increments
                     s[_STEP + lane], s[_OFFSET + lane] = d * scale, -(dmin * minimum)
                 _measure_candidate(xs, ws, s, low, high, thresholds, increments)
                 for lane in range(LANES):
-                    better = s[_ERROR + lane] < s[_BEST + lane]
+                    is_better = s[_ERROR + lane] < s[_BEST + lane]
                     for row in range(5):
                         slot = _BEST + row * LANES + lane
-                        s[slot] = s[_ERROR + row * LANES + lane] if better else s[slot]
+                        s[slot] = s[_ERROR + row * LANES + lane] if is_better else s[slot]
                     scale_slot, min_slot = _BEST + 5 * LANES + lane, _BEST + 6 * LANES + lane
-                    s[scale_slot] = s[_LOW + lane] if better else s[scale_slot]
-                    s[min_slot] = s[_HIGH + lane] if better else s[min_slot]
+                    s[scale_slot] = s[_LOW + lane] if is_better else s[scale_slot]
+                    s[min_slot] = s[_HIGH + lane] if is_better else s[min_slot]
             for row in range(7):
                 for lane in range(LANES):
                     out[row, panel, group, lane] = s[_BEST + row * LANES + lane]
@@ -259,10 +259,10 @@ def _improve_best(s, affine, nonpositive_offset):  # type: ignore[no-untyped-def
             error_decrease = products * step_change
             is_valid = squares > _ZERO
         error -= error_decrease
-        better = is_valid & (error < s[_BEST + lane])
-        s[_BEST + lane] = error if better else s[_BEST + lane]
+        is_better = is_valid & (error < s[_BEST + lane])
+        s[_BEST + lane] = error if is_better else s[_BEST + lane]
         step_slot, offset_slot = _BEST + LANES + lane, _BEST + 2 * LANES + lane
         squares_slot = _BEST + 3 * LANES + lane
-        s[step_slot] = step + step_change if better else s[step_slot]
-        s[offset_slot] = offset + offset_change if better else s[offset_slot]
-        s[squares_slot] = squares if better else s[squares_slot]
+        s[step_slot] = step + step_change if is_better else s[step_slot]
+        s[offset_slot] = offset + offset_change if is_better else s[offset_slot]
+        s[squares_slot] = squares if is_better else s[squares_slot]

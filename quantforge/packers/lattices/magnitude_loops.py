@@ -380,17 +380,20 @@ def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
     for _ in range(5):
         is_changed = False
         for i in range(size):
-            old = numpy.float32(digits[i])
-            new_product, new_square = product - w[i] * x[i] * old, square - w[i] * old * old
+            old_digit = numpy.float32(digits[i])
+            new_product, new_square = (
+                product - w[i] * x[i] * old_digit,
+                square - w[i] * old_digit * old_digit,
+            )
             if not (new_product > _ZERO and new_square > _ZERO):
                 continue
-            new = min(top_code, _round_even(x[i] * new_square / new_product))
-            if new == old:
+            new_digit = min(top_code, _round_even(x[i] * new_square / new_product))
+            if new_digit == old_digit:
                 continue
-            new_product += w[i] * x[i] * new
-            new_square += w[i] * new * new
+            new_product += w[i] * x[i] * new_digit
+            new_square += w[i] * new_digit * new_digit
             if new_product * new_product * square > product * product * new_square:
-                digits[i] = numpy.uint8(numpy.int32(new))
+                digits[i] = numpy.uint8(numpy.int32(new_digit))
                 product, square, is_changed = new_product, new_square, True
         if not is_changed:
             break
@@ -707,13 +710,13 @@ def _nearest_point(neighbor_digits, digits_start, num_points, scale, x, w, first
 
     The digits of the neighbors start at ``digits_start``; of equally near points the first is returned.
     """
-    scales, indices, padded = broadcast(scale), load(LANE_INDICES, 0), (num_points + 7) & -8
+    scales, indices, padded_points = broadcast(scale), load(LANE_INDICES, 0), (num_points + 7) & -8
     best_distance, best_index = broadcast(MAX_FLOAT32), indices
     for point in range(digits_start, digits_start + num_points, 8):
         difference = scales * load(neighbor_digits, point) - broadcast(x[first_value])
         distance = broadcast(w[first_value]) * difference * difference
         for i in range(1, len(lanes)):
-            difference = scales * load(neighbor_digits, point + i * padded) - broadcast(
+            difference = scales * load(neighbor_digits, point + i * padded_points) - broadcast(
                 x[first_value + i]
             )
             distance += broadcast(w[first_value + i]) * difference * difference
@@ -725,12 +728,12 @@ def _nearest_point(neighbor_digits, digits_start, num_points, scale, x, w, first
 
 @inlined_jit
 def point_sums(  # type: ignore[no-untyped-def]
-    neighbor_digits, digits_start, padded, linear_terms, first_linear, w, first_value, lanes
+    neighbor_digits, digits_start, padded_points, linear_terms, first_linear, w, first_value, lanes
 ):
     """Return two sums over the values of 8 points: ``w q^2`` and ``linear_terms q``."""
     square, product = broadcast(_ZERO), broadcast(_ZERO)
     for i in range(len(lanes)):
-        q = load(neighbor_digits, digits_start + i * padded)
+        q = load(neighbor_digits, digits_start + i * padded_points)
         square = multiply_add(broadcast(w[first_value + i]) * q, q, square)
         product = multiply_add(broadcast(linear_terms[first_linear + i]), q, product)
     return square, product
@@ -745,12 +748,12 @@ def _measure_points(  # type: ignore[no-untyped-def]
     With ``linear_terms = 2 w x`` the distance at a scale is ``scale (scale w q^2 - linear_terms q)``, up to a constant
     that is the same for all points.
     """
-    padded = (num_points + 7) & -8
+    padded_points = (num_points + 7) & -8
     for point in range(0, num_points, 8):
         square, product = point_sums(
             neighbor_digits,
             digits_start + point,
-            padded,
+            padded_points,
             linear_terms,
             first_value,
             w,

@@ -197,8 +197,8 @@ def _improve_blocks(  # type: ignore[no-untyped-def]
                 product += odd_level * product_sum
                 square += odd_level * odd_level * square_sum
             if square > 0 and product > 0:
-                fitted = round_float16(numpy.float32(product / (square * unit)))
-                units[block] = fitted if fitted > _ZERO else units[block]
+                fitted_unit = round_float16(numpy.float32(product / (square * unit)))
+                units[block] = fitted_unit if fitted_unit > _ZERO else units[block]
 
 
 @inlined_jit
@@ -261,7 +261,7 @@ def _best_points(targets, w, size, step, shifts, shift_range, tables, scratch, b
     For each 8 columns one of the shifts (float32 ``[2, 8]``) in ``shift_range`` may be chosen. ``point_codes`` is
     filled with twice the index of each point, plus 1 if the second shift was chosen.
     """
-    lanes, values, allowed, point_of_key, powers, patterns = tables
+    lanes, values, half_penalties, point_of_key, powers, patterns = tables
     digit_errors, free_errors, half_keys, candidate_codes, sums = scratch
     total_error = _ZERO
     points_per_chunk = 2 if len(lanes) == 8 else 1
@@ -318,7 +318,7 @@ def _best_points(targets, w, size, step, shifts, shift_range, tables, scratch, b
                         half_key,
                         best_error - (chunk_error - free_error),
                         lanes,
-                        allowed,
+                        half_penalties,
                         point_of_key,
                         patterns,
                         sums,
@@ -368,7 +368,7 @@ def _best_digits(x, w, first_value, step, shift, lanes, values, powers, digit_er
 
 @inlined_jit
 def _best_point(  # type: ignore[no-untyped-def]
-    digit_errors, first_value, half_key, bound, lanes, allowed, point_of_key, patterns, sums
+    digit_errors, first_value, half_key, bound, lanes, half_penalties, point_of_key, patterns, sums
 ):
     """Return the point with the smallest error, and that error; -1 if none is below ``bound``.
 
@@ -410,7 +410,7 @@ def _best_point(  # type: ignore[no-untyped-def]
             + digit_errors[8 * (start_half // 8) + first_value + 1]
         )
     best_error = min(
-        start_error + _best_second_half(second_sums, allowed, start_half, count), bound
+        start_error + _best_second_half(second_sums, half_penalties, start_half, count), bound
     )
     best_half = (start_half, start_error)
     if len(lanes) == 3:
@@ -427,7 +427,7 @@ def _best_point(  # type: ignore[no-untyped-def]
                     best_error,
                     first_sums,
                     second_sums,
-                    allowed,
+                    half_penalties,
                     count,
                 )
     else:
@@ -443,7 +443,7 @@ def _best_point(  # type: ignore[no-untyped-def]
                 best_error,
                 first_sums,
                 second_sums,
-                allowed,
+                half_penalties,
                 count,
             )
     if not best_error < bound:
@@ -451,7 +451,7 @@ def _best_point(  # type: ignore[no-untyped-def]
     first_half, first_error = best_half
     for chunk in range(0, count, 8):
         total_error = broadcast(first_error) + (
-            load(second_sums, chunk) + load(allowed, first_half * count + chunk)
+            load(second_sums, chunk) + load(half_penalties, first_half * count + chunk)
         )
         bits = less_mask(broadcast(best_error), total_error) ^ 255
         if bits:
@@ -478,12 +478,12 @@ def _sum_three_digits(digit_errors, first_value, patterns, chunk):  # type: igno
 
 
 @inlined_jit
-def _best_second_half(second_sums, allowed, first_half, count):  # type: ignore[no-untyped-def]
+def _best_second_half(second_sums, half_penalties, first_half, count):  # type: ignore[no-untyped-def]
     """Return the smallest error of a second half that forms a point with the given first half."""
     min_error = broadcast(MAX_FLOAT32)
     for chunk in range(0, count, 8):
         min_error = vector_min(
-            load(second_sums, chunk) + load(allowed, first_half * count + chunk), min_error
+            load(second_sums, chunk) + load(half_penalties, first_half * count + chunk), min_error
         )
     return lane_min(min_error)
 
@@ -498,7 +498,7 @@ def _try_first_halves(  # type: ignore[no-untyped-def]
     best_error,
     first_sums,
     second_sums,
-    allowed,
+    half_penalties,
     count,
 ):
     """Try 8 first halves from index ``lane``; return the best first half so far, its error, and the point's error."""
@@ -513,7 +513,7 @@ def _try_first_halves(  # type: ignore[no-untyped-def]
         candidate_error = first_sums[lane_index]
         if candidate != start_half:
             total_error = candidate_error + _best_second_half(
-                second_sums, allowed, candidate, count
+                second_sums, half_penalties, candidate, count
             )
             if total_error < best_error:
                 first_half, first_error, best_error = candidate, candidate_error, total_error

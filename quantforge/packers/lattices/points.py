@@ -179,7 +179,7 @@ def point_halves(grid: str) -> PointHalves:
     powers = numpy.concatenate([steps * num_lanes, steps])
     point_of_key = numpy.full(num_lanes * num_lanes, -1, numpy.int32)
     point_of_key[point_digits(grid).astype(numpy.int64) @ powers] = numpy.arange(lattice.num_points)
-    allowed = numpy.where(point_of_key < 0, numpy.float32(numpy.inf), numpy.float32(0))
+    half_penalties = numpy.where(point_of_key < 0, numpy.float32(numpy.inf), numpy.float32(0))
     padding = numpy.zeros(8 - width)
     all_powers = numpy.concatenate([powers, padding, padding, powers])
     lanes = numpy.arange(32)
@@ -187,7 +187,7 @@ def point_halves(grid: str) -> PointHalves:
     patterns = numpy.array([*digit_masks, lanes], numpy.float32)
     patterns[6] = numpy.where(lanes < 27, 0, numpy.inf)
     return PointHalves(
-        allowed.astype(numpy.float32),
+        half_penalties.astype(numpy.float32),
         point_of_key,
         all_powers.astype(numpy.float32),
         patterns.ravel(),

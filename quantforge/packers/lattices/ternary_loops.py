@@ -424,9 +424,9 @@ def _sums_of_halves(x, w, order, first_cut, second_cut, choice):  # type: ignore
     product, square, half = _ZERO, _ZERO, len(x) // 2
     for j in range(len(x)):
         i = order[j]
-        lowered = choice >> 1 if i < half else choice & 1
+        is_lowered = choice >> 1 if i < half else choice & 1
         digit = _ONE if j >= second_cut else _ZERO if j >= first_cut else -_ONE
-        value = digit + (-_EIGHTH if lowered else _EIGHTH)
+        value = digit + (-_EIGHTH if is_lowered else _EIGHTH)
         product += w[i] * value * x[i]
         square += w[i] * value * value
     return product, square
@@ -449,15 +449,15 @@ def _nearest_point(  # type: ignore[no-untyped-def]
     if clear_point >= 0:
         return clear_point
     scales, shifts, indices = broadcast(scale), broadcast(shift), load(LANE_INDICES, 0)
-    padded = (num_points + 7) & -8
+    padded_points = (num_points + 7) & -8
     best_distance, best_index = broadcast(MAX_FLOAT32), indices
     for point in range(digits_start, digits_start + num_points, 8):
         difference = scales * (load(neighbor_digits, point) + shifts) - broadcast(x[first_value])
         distance = broadcast(w[first_value]) * difference * difference
         for i in range(1, 8):
-            difference = scales * (load(neighbor_digits, point + i * padded) + shifts) - broadcast(
-                x[first_value + i]
-            )
+            difference = scales * (
+                load(neighbor_digits, point + i * padded_points) + shifts
+            ) - broadcast(x[first_value + i])
             distance += broadcast(w[first_value + i]) * difference * difference
         best_index = select_if_less(distance, best_distance, indices, best_index)
         best_distance = vector_min(distance, best_distance)
@@ -477,13 +477,13 @@ def _clearly_nearest(  # type: ignore[no-untyped-def]
     margin = lane_sum(weights * (target * target + max_step * max_step)) * DISTANCE_TOLERANCE
     if not (MIN_MARGIN < margin < MAX_MARGIN and MIN_SCALE < scale < _ONE / MIN_SCALE):
         return -1
-    indices, padded = load(LANE_INDICES, 0), (num_points + 7) & -8
+    indices, padded_points = load(LANE_INDICES, 0), (num_points + 7) & -8
     best_distance = broadcast(MAX_FLOAT32)
     second_distance = broadcast(MAX_FLOAT32)
     best_index = indices
     for nearest in range(digits_start, digits_start + num_points, 8):
         square, linear_sum = point_sums(
-            neighbor_digits, nearest, padded, linear_terms, 0, w, first_value, _VALUES
+            neighbor_digits, nearest, padded_points, linear_terms, 0, w, first_value, _VALUES
         )
         distance = scales * (scales * square - linear_sum)
         best_index = select_if_less(distance, best_distance, indices, best_index)

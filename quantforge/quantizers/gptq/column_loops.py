@@ -97,9 +97,14 @@ def round_chunk(
         arrays = (remaining, compensation, triangle.contiguous(), terms, codes)
         loops.round(*(item.numpy() for item in arrays), *_to_numpy(grid))
         return codes.to(grid.dtype).T
-    rounded = _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_vectors
+    round_function = (
+        _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_vectors
+    )
     return torch.cat(
-        rounded(remaining, compensation, triangle, columns.tolist(), terms, parameters, scheme), 1
+        round_function(
+            remaining, compensation, triangle, columns.tolist(), terms, parameters, scheme
+        ),
+        1,
     )
 
 
@@ -166,9 +171,9 @@ def vector_target_offsets(terms: Tensor, root: Tensor, width: int) -> Tensor:
 
 
 def _to_numpy(grid: ColumnGrid) -> tuple[Any, ...]:
-    known = None if grid.table is None else tuple(tensor.numpy() for tensor in grid.table)
+    table = None if grid.table is None else tuple(tensor.numpy() for tensor in grid.table)
     parameters = (tensor.numpy() for tensor in (grid.scales, grid.zeros, grid.offsets))
-    return (*parameters, *(numpy.float32(limit) for limit in grid.limits), known)
+    return (*parameters, *(numpy.float32(limit) for limit in grid.limits), table)
 
 
 class _ChunkPoints:

@@ -81,8 +81,8 @@ def round_matrices(
     importance = statistics.importance if rounding.weighs else None  # as passed to `rtn`
     factor, events = _factorize_input(hessian, schemes, names, rounding.gptq)
     if factor is None:
-        known = Statistics(tokens=statistics.tokens, squares=importance)
-        return _with_events(rtn.round_matrices(weights, known, schemes, rounding), events)
+        rtn_statistics = Statistics(tokens=statistics.tokens, squares=importance)
+        return _with_events(rtn.round_matrices(weights, rtn_statistics, schemes, rounding), events)
     large = hessian.device.type == "cpu" and ROWS_PER_PART * len(hessian) >= COMPILED_FROM
     workers = WORKERS if large else 1
     rounded: dict[str, Rounded] = {}
@@ -114,10 +114,10 @@ def _round_rows(
     """
     weight, search = stack_rows(matrices), rounding.scales == "search"
     parameters = fit_parameters(names, weight, scheme, factor.scale_weights, search=search)
-    passes = rounding.gptq.passes_of(GRIDS[scheme.grid].passes) if search else 1
+    num_passes = rounding.gptq.passes_of(GRIDS[scheme.grid].passes) if search else 1
     best: Solution | None = None
-    for index in range(passes):
-        has_next_pass = index < passes - 1
+    for index in range(num_passes):
+        has_next_pass = index < num_passes - 1
         solution = round_columns(weight, factor, scheme, parameters, keep_terms=has_next_pass)
         targets = solution.targets(factor, scheme) if has_next_pass else None
         solution = replace(

@@ -151,14 +151,14 @@ def factorize(
     mean = diagonal.mean().item()
     reversed_order = order.flip(0)
     for multiple in DAMPING_MULTIPLES:
-        used = min(1.0, damping * multiple)
+        used_damping = min(1.0, damping * multiple)
         # Of the reversed matrix, the lower Cholesky factor is R with rows and columns reversed.
         matrix = hessian[reversed_order.unsqueeze(1), reversed_order].double()
-        ridge = shrinkage * diagonal + used * mean
+        ridge = shrinkage * diagonal + used_damping * mean
         matrix.diagonal().add_(ridge[reversed_order])
         if _cholesky(matrix):
             root = matrix.float().tril_().flip(0, 1)
-            return Factor(root, order, Objective(hessian, ridge), used)
+            return Factor(root, order, Objective(hessian, ridge), used_damping)
         del matrix  # free it before the next attempt
     return None
 

@@ -118,9 +118,9 @@ def _replace_if_better(
             )
             if len(rows):
                 exact = _float64_errors(weight, values, solution, scheme, factor, rows)
-                better = (exact[0] < exact[1]).any(0)
+                is_better = (exact[0] < exact[1]).any(0)
                 keys = parameters.keys() - shared.keys()
-                _replace_rows(solution, rtn_result, rows[better], exact[0, 1, better], keys)
+                _replace_rows(solution, rtn_result, rows[is_better], exact[0, 1, is_better], keys)
         return
     height = tile.rows if tile else len(weight)
     all_rows = torch.arange(len(weight), device=weight.device)

@@ -192,10 +192,10 @@ class MixtureGradients:
             )
             first = self._tokens.tokens_in_rows(row)
             routed = self._weights[first : first + len(states)].to(weights)
-            returned: Tensor = _ReplayedExperts.apply(
+            replayed: Tensor = _ReplayedExperts.apply(
                 states, weights, expert_outputs, state_gradients, routed
             )  # type: ignore[no-untyped-call]
-            return returned
+            return replayed
 
         with self._experts.outputs_replaced(outputs):
             yield

@@ -221,9 +221,9 @@ class TunedBlock:
     def forward(self, rows: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the outputs of the block for ``rows``; errors as `Experts.run`."""
 
-        def passed(numbered: tuple[int, MicroBatch]) -> Tensor:
+        def passed(numbered_row: tuple[int, MicroBatch]) -> Tensor:
             with one_thread(), torch.no_grad():
-                return self.run(*numbered)
+                return self.run(*numbered_row)
 
         self.fill()
         with self.experts.returning(rows) if self.experts else nullcontext():
@@ -299,15 +299,15 @@ class TunedBlock:
         self,
         recorder: OutputRecorder,
         output_gradient: OutputGradient,
-        known: Sequence[Tensor] | None,
+        known_gradients: Sequence[Tensor] | None,
         threads: int,
-        numbered: tuple[int, MicroBatch],
+        numbered_row: tuple[int, MicroBatch],
     ) -> tuple[RowGradients, list[Tensor]]:
         """Return the gradients of a row: of its input, the outputs of linears (with their inputs), and gain factors.
 
         The gradients of matrices, which are products of these, are computed later, in parallel.
         """
-        number, row = numbered
+        number, row = numbered_row
         gains = [self.decoder_block.module.get_parameter(name) for name in self.gains]
 
         def run(states: Tensor) -> Tensor:
@@ -317,7 +317,9 @@ class TunedBlock:
         row_gradients = recorder.backward(
             run,
             row.states,
-            partial(output_gradient, row.start) if known is None else lambda _: known[number],
+            partial(output_gradient, row.start)
+            if known_gradients is None
+            else lambda _: known_gradients[number],
             gains,
         )
         pairs = zip(self.gains.values(), row_gradients.others, strict=True)

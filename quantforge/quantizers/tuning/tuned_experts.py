@@ -85,8 +85,8 @@ class TunedExperts:
         self._collect_tokens(rows)
         mixture = MixtureGradients(self._experts)
 
-        def record_gradients(numbered: tuple[int, tuple[MicroBatch, Tensor]]) -> None:
-            number, (row, gradients) = numbered
+        def record_gradients(numbered_row: tuple[int, tuple[MicroBatch, Tensor]]) -> None:
+            number, (row, gradients) = numbered_row
             mixture.record_gradients(number, lambda: self._run(number, row), gradients)
 
         def seen(output_gradients: OutputGradients) -> None:
@@ -113,9 +113,9 @@ class TunedExperts:
             [row.start for row in rows],
         )
 
-        def keep(numbered: tuple[int, MicroBatch]) -> None:
+        def keep(numbered_row: tuple[int, MicroBatch]) -> None:
             with one_thread(), torch.no_grad():
-                self._run(*numbered)
+                self._run(*numbered_row)
 
         with self._experts.collecting_tokens(tokens):
             run_parallel(keep, [*enumerate(rows)])

@@ -154,13 +154,18 @@ class TunedMatrix:
                 key: self.codes[key].accumulate(code_gradient) for key, code_gradient in gradients
             }
             return StripGradients(self.scale_gradients(gradient), squares)
-        scales, now = self.scales["scales"], self._current_scales(rows)
+        scales, current_scales = self.scales["scales"], self._current_scales(rows)
         codes, code_sums = self.codes.get(CODES), dict[str, Tensor]()
         sums = _by_group(gradient * weight, scales.start).sum(-1)
         if codes is not None:
             code_sums[CODES] = codes.accumulate(self._multiply_scales(gradient, rows), rows)
         return StripGradients(
-            {"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, code_sums
+            {
+                "scales": scales.gradient(
+                    (sums / current_scales).where(current_scales != 0, 0), rows
+                )
+            },
+            code_sums,
         )
 
     def combine_strips(
@@ -188,11 +193,11 @@ class TunedMatrix:
             scales = self.scales["scales"]
             products = self._unscaled_values(ALL_ROWS).mul_(gradient)
             return {"scales": scales.gradient(_by_group(products, scales.start).sum(-1))}
-        now, gradients = self.result(), {}
+        current, gradients = self.result(), {}
         zero_parameters = {key: torch.zeros_like(scale.start) for key, scale in self.scales.items()}
         for key, scale in self.scales.items():
             products = gradient * _decoded(
-                now, zero_parameters | {key: torch.ones_like(scale.start)}
+                current, zero_parameters | {key: torch.ones_like(scale.start)}
             )
             gradients[key] = scale.gradient(products.reshape(*scale.start.shape, -1).sum(-1))
         return gradients
@@ -201,10 +206,10 @@ class TunedMatrix:
         """Return the gradients of codes and integer parameters, given that of the matrix."""
         if self._is_uniform_integer and self.codes:
             return {CODES: self._multiply_scales(gradient.clone(), ALL_ROWS)}
-        now, gradients = self.result(), {}
+        current, gradients = self.result(), {}
         for key, codes in self.codes.items():
-            step = _decoded(now, {key: torch.ones_like(codes.start)})
-            step -= _decoded(now, {key: torch.zeros_like(codes.start)})
+            step = _decoded(current, {key: torch.ones_like(codes.start)})
+            step -= _decoded(current, {key: torch.zeros_like(codes.start)})
             gradients[key] = (gradient * step).reshape(*codes.start.shape, -1).sum(-1)
         return gradients
 
@@ -454,16 +459,16 @@ class LearnedFactor:
         return cls(start, dtype, torch.zeros_like(start), rate, offset)
 
     @classmethod
-    def resume(cls, start: Tensor, now: Tensor, rate: float, offset: float) -> LearnedFactor:
-        """Create from the original value ``start`` and the value ``now`` that is stored for it."""
-        learned = cls.of(start, now.dtype, rate, offset)
-        factor = (now.float() + offset) / (learned.start + offset) - 1
+    def resume(cls, start: Tensor, current: Tensor, rate: float, offset: float) -> LearnedFactor:
+        """Create from the original value ``start`` and the value ``current`` that is stored for it."""
+        learned = cls.of(start, current.dtype, rate, offset)
+        factor = (current.float() + offset) / (learned.start + offset) - 1
         learned.factor.copy_(
             torch.where(factor.isfinite(), factor, 0).clamp(
                 -MAX_RELATIVE_CHANGE, MAX_RELATIVE_CHANGE
             )
         )
-        learned.known = (learned.factor.clone(), now)
+        learned.known = (learned.factor.clone(), current)
         return learned
 
     def stored(self, rows: slice = ALL_ROWS) -> Tensor:
@@ -475,8 +480,8 @@ class LearnedFactor:
         is_storable = stored_values.isfinite() & ((stored_values != 0) | (start_values == 0))
         stored_factor = torch.where(is_storable, stored_values, start_values)
         if self.known is not None:  # to the last bit
-            factor, now = (tensor[rows] for tensor in self.known)
-            stored_factor = torch.where(row_factor == factor, now.float(), stored_factor)
+            factor, current = (tensor[rows] for tensor in self.known)
+            stored_factor = torch.where(row_factor == factor, current.float(), stored_factor)
         return stored_factor.to(self.dtype)
 
     def step(self, gradient: Tensor | None, rate_share: float) -> None:

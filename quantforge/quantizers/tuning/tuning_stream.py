@@ -308,8 +308,10 @@ class TuningStream(ModelStream):
         for index in reversed(range(len(blocks))):
             block = blocks[index]
             batches = self._single(index, rows, states_by_block.pop())
-            known = dict(zip(rows, row_gradients, strict=True))
-            row_gradients, sums = block.backward(batches, partial(_of_row, known), rate_share)
+            gradient_of_row = dict(zip(rows, row_gradients, strict=True))
+            row_gradients, sums = block.backward(
+                batches, partial(_of_row, gradient_of_row), rate_share
+            )
             _check_finite(block.decoder_block, row_gradients, rows)
             sums_by_block.append([total if total is None else total * scale for total in sums])
         return [gradient for block_sums in reversed(sums_by_block) for gradient in block_sums]

@@ -156,8 +156,8 @@ class ServingEngine:
     @property
     def counters(self) -> EngineCounters:
         """Return the current statistics."""
-        cache, running = self.cache, self._scheduler.running
-        rows = [entry.row for entry in running if entry.row is not None]
+        cache, running_requests = self.cache, self._scheduler.running
+        rows = [entry.row for entry in running_requests if entry.row is not None]
         return replace(
             self._counters,
             finished=self._counters.finished.copy(),
@@ -235,27 +235,27 @@ class ServingEngine:
             for chosen_token in result.chosen:
                 self._accept(item.entry, chosen_token)
 
-    def _logits(self, work: list[Work]) -> Tensor | None:
+    def _logits(self, step_work: list[Work]) -> Tensor | None:
         """Compute the scheduled tokens; return the logits for `verify`, or None if no request needs a new token."""
         ids: list[int] = []
         rows: list[int] = []
-        for item in work:
+        for item in step_work:
             ids += item.ids
             if item.chooses:
                 rows += range(len(ids) - 1 - len(item.tree.tokens), len(ids))
-        is_decode_only = len(rows) == len(work) == len(ids)  # each part decodes one token
+        is_decode_only = len(rows) == len(step_work) == len(ids)  # each part decodes one token
         if self._decoding_steps is not None and is_decode_only:
-            return self._decoding_steps(ids, [item.row for item in work])
+            return self._decoding_steps(ids, [item.row for item in step_work])
         device = self._decoder.device
-        spans = [item.span for item in work]
+        spans = [item.span for item in step_work]
         hidden = self._decoder.hidden_of_spans(torch.tensor(ids, device=device), spans, self.cache)
-        self._record_prompt_logprobs(work, hidden)
+        self._record_prompt_logprobs(step_work, hidden)
         return self._decoder.logits(hidden[torch.tensor(rows, device=device)]) if rows else None
 
-    def _record_prompt_logprobs(self, work: list[Work], hidden: Tensor) -> None:
+    def _record_prompt_logprobs(self, step_work: list[Work], hidden: Tensor) -> None:
         """Record the requested log-probabilities of prompt tokens."""
         row = 0
-        for item in work:
+        for item in step_work:
             if item.scores:
                 entry, first = item.entry, item.first + 1
                 ids = entry.request.ids[first : first + item.tokens]

@@ -103,17 +103,20 @@ def mtp_block_as_model(source: Checkpoint, path: str) -> tuple[Checkpoint, dict[
     if not source.config.get(NEXTN_LAYERS) or not stored:
         raise InputError(f"{path}: no layer for further tokens in its files", HINT)
     input_names = {name: f"{name}.weight" for name in _INPUT_TENSORS}
-    missing = [
+    missing_names = [
         name
         for name in (*input_names.values(), _HEAD_TENSORS["model.norm.weight"])
         if name not in stored
     ]
-    if missing or family is None or family.embedding != "model.embed_tokens":
+    if missing_names or family is None or family.embedding != "model.embed_tokens":
         raise RefusedError(
-            f"{path}: its layers for further tokens are not those of DeepSeek or GLM: no {missing[:1]}",
+            f"{path}: its layers for further tokens are not those of DeepSeek or GLM: no {missing_names[:1]}",
             HINT,
         )
-    names = {new: stored.get(stored_name, new) for new, stored_name in _HEAD_TENSORS.items()}
+    names = {
+        new_name: stored.get(stored_name, new_name)
+        for new_name, stored_name in _HEAD_TENSORS.items()
+    }
     names |= {
         f"model.layers.0.{name}": stored_name
         for name, stored_name in stored.items()
@@ -122,8 +125,8 @@ def mtp_block_as_model(source: Checkpoint, path: str) -> tuple[Checkpoint, dict[
         )
     }
     entries = {
-        new: replace(source.entries[stored_name], name=new)
-        for new, stored_name in sorted(names.items())
+        new_name: replace(source.entries[stored_name], name=new_name)
+        for new_name, stored_name in sorted(names.items())
         if stored_name in source.entries
     }
     config = {**without_draft_heads(source.config), "num_hidden_layers": 1}
