@@ -93,25 +93,25 @@ class GgmlBlock:
         bits: bits of one code.
         columns: weights in a block.
         block_bytes: bytes of a block: codes, scales, minima, and the scales of these.
-        group: weights that share one scale.
+        group_size: weights that share one scale.
         codes: smallest and largest code, and the value of each code if it is not the code itself.
         units: smallest and largest integer that stores a group's scale (and minimum), multiplied by the block's scale;
             None if groups have no scales of their own.
         zero: whether groups have a minimum.
         scale: dtype of the block's scale.
-        vector: weights that share a code.
+        weights_per_code: weights that share a code.
     """
 
     number: int
     bits: int
     columns: int
     block_bytes: int
-    group: int
+    group_size: int
     codes: Codes
     units: tuple[int, int] | None = None
     zero: Zero = Zero.NONE
     scale: ScaleType = ScaleType.F16
-    vector: int = 1
+    weights_per_code: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Grid:
         fixed: the only granularity and scale type of a grid (OCP Microscaling Formats 1.0; NVIDIA's nvfp4); None if
             open.
         block: block layout of a ggml type; None for other grids.
-        short: a shorter name; "" if there is none.
+        short_name: a shorter name; "" if there is none.
         scale: scale type if a scheme does not name one; None for that of the format.
         passes: how often `gptq` passes over all columns. From the second pass on, scales are first refitted to the
             compensated weights, which pays if codes are few or unevenly spaced, but not for fine integers.
@@ -148,7 +148,7 @@ class Grid:
     scales: tuple[ScaleType, ...] = INTEGER_SCALES
     fixed: tuple[PerGroup, ScaleType] | None = None
     block: GgmlBlock | None = None
-    short: str = ""
+    short_name: str = ""
     scale: ScaleType | None = None
     passes: int = 2
     shrinkage: float = 0.0
@@ -193,7 +193,7 @@ def _float8_grid(short: str = "") -> Grid:
         "quantforge.packers.fp8",
         default_granularity=Row(),
         tiles=True,
-        short=short,
+        short_name=short,
         scale=ScaleType.F32,
     )
 
@@ -228,13 +228,13 @@ GGML_BLOCKS: Mapping[str, GgmlBlock] = {
     "tq2_0": GgmlBlock(35, 2, 256, 66, 256, (-1, 1)),
     "mxfp4": GgmlBlock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
     # Points of lattices: `quantforge.packers.lattices` has what their codes stand for.
-    "iq1_s": GgmlBlock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), vector=8),
-    "iq1_m": GgmlBlock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), vector=8),
-    "iq2_xxs": GgmlBlock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), vector=8),
-    "iq2_xs": GgmlBlock(17, 16, 256, 74, 16, (0, (1 << 17) - 1), (0, 15), vector=8),
-    "iq2_s": GgmlBlock(22, 18, 256, 82, 16, (0, (1 << 18) - 1), (0, 15), vector=8),
-    "iq3_xxs": GgmlBlock(18, 23, 256, 98, 32, (0, (1 << 24) - 1), (0, 15), vector=8),
-    "iq3_s": GgmlBlock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), vector=4),
+    "iq1_s": GgmlBlock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), weights_per_code=8),
+    "iq1_m": GgmlBlock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), weights_per_code=8),
+    "iq2_xxs": GgmlBlock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), weights_per_code=8),
+    "iq2_xs": GgmlBlock(17, 16, 256, 74, 16, (0, (1 << 17) - 1), (0, 15), weights_per_code=8),
+    "iq2_s": GgmlBlock(22, 18, 256, 82, 16, (0, (1 << 18) - 1), (0, 15), weights_per_code=8),
+    "iq3_xxs": GgmlBlock(18, 23, 256, 98, 32, (0, (1 << 24) - 1), (0, 15), weights_per_code=8),
+    "iq3_s": GgmlBlock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), weights_per_code=4),
 }
 GRIDS: Mapping[str, Grid] = {
     **{f"int{bits}": _integer_grid(bits) for bits in INTEGER_BITS},
@@ -247,8 +247,8 @@ GRIDS: Mapping[str, Grid] = {
     **{
         key: Grid(
             block.bits,
-            _GGML_PACKER if block.vector == 1 else "quantforge.packers.lattices.packer",
-            weights_per_code=block.vector,
+            _GGML_PACKER if block.weights_per_code == 1 else "quantforge.packers.lattices.packer",
+            weights_per_code=block.weights_per_code,
             block=block,
         )
         for key, block in GGML_BLOCKS.items()

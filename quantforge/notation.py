@@ -88,7 +88,7 @@ def parse(text: str) -> Scheme:
 
 def _grid_of(text: str, field: str) -> str:
     """Return the grid that a field of the scheme ``text`` names, or raise `InputError`."""
-    shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
+    shorts = {grid.short_name: key for key, grid in GRIDS.items() if grid.short_name}
     grid = shorts.get(field, field)
     if grid not in GRIDS:
         hint = _scheme_hint(text) or nearest_hint(
@@ -120,7 +120,7 @@ def _fixed_layout_scheme(text: str, fields: list[str]) -> Scheme:
         return Scheme(grid, granularity, Zero.NONE, scale)
     block = grid_info.block
     assert block is not None
-    return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
+    return Scheme(grid, PerGroup(block.group_size), block.zero, block.scale)
 
 
 def _granularity(text: str, field: str, grid: str) -> Granularity:

@@ -62,7 +62,7 @@ class FileTensorInfo:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    own: str = ""  # the name in the file, if it differs
+    file_name: str = ""  # the name in the file, if it differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,14 @@ class TensorPlan:
     block: int = -1  # index of the decoder block, -1 outside of the blocks
     shared: str = ""  # name of the input that it shares with other linears, "" if none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
-    turned: bool = False  # its codes are stored transposed too
-    scattered: bool = False  # an index assigns columns to groups (desc_act)
+    codes_transposed: bool = False  # its codes are stored transposed too
+    has_group_index: bool = False  # an index assigns columns to groups (desc_act)
     heads: int = 0  # GGUF: number of heads within which rotary pairs of rows are reordered
     plus_one: bool = False  # GGUF: one is added to the stored values (norms)
-    decay: bool = False  # GGUF: stored as minus the exponential of its values (Mamba's A_log)
-    by_rows: bool = False  # can be rounded and written in strips of rows if no statistics are used
+    negate_exp: bool = False  # GGUF: stored as minus the exponential of its values (Mamba's A_log)
+    strip_by_strip: bool = (
+        False  # can be rounded and written in strips of rows if no statistics are used
+    )
     expert: int = -1  # index of the expert that it belongs to, -1 for other tensors
     sparse: bool = False  # kept, with zeros in the recipe's sparsity pattern
 
@@ -216,7 +218,7 @@ class RunWork:
     """Work of a run, from which its time and disk space are forecast (`quantforge.planning.run_work`)."""
 
     source_bytes: int  # of all weight files of the source
-    reads: int  # how often the source's weight files are read
+    source_reads: int  # how often the source's weight files are read
     output_bytes: int
     states_bytes: (
         int  # of hidden states, on disk in addition to the output if activations are stored there
@@ -245,13 +247,15 @@ class Plan:
     not_copied: tuple[
         str, ...
     ] = ()  # notes on source files that are not copied (`quantforge.planning.notes`)
-    late: tuple[str, ...] = ()  # tensors that are quantized after the last block: a quantized head
+    tensors_after_blocks: tuple[
+        str, ...
+    ] = ()  # tensors that are quantized after the last block: a quantized head
     needs: tuple[str, ...] = ()  # statistics that calibration collects (`model.statistics`)
     guided_hessians: int = (
         0  # number of strips of rows with their own guided Hessian; 0 for plain Hessians
     )
     tune: int = 0  # tuning epochs after rounding; 0 for none
-    untie: bool = False  # whether a tied head is stored separately
+    unties_head: bool = False  # whether a tied head is stored separately
     name: str = ""  # default name of the result (`quantforge.planning.naming`)
     work: RunWork | None = None  # None for an export
     running: RunningNames | None = None  # set when the result is published

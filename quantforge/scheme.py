@@ -177,7 +177,7 @@ class Activation:
     max_outlier_columns: int = 0
 
     @property
-    def measured(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Return whether calibration has to measure it: its range, or its outlier columns."""
         return not self.dynamic or self.max_outlier_columns > 0
 

@@ -32,7 +32,7 @@ def recovered(grid: str) -> numpy.ndarray:
     lattice = LATTICES[grid]
     count = BLOCK // lattice.width
     index = torch.arange(lattice.num_points, dtype=torch.int32).view(-1, count)
-    rows, groups = len(index), BLOCK // GGML_BLOCKS[grid].group
+    rows, groups = len(index), BLOCK // GGML_BLOCKS[grid].group_size
     parameters = {
         "d": torch.ones(rows, 1, dtype=torch.float16),
         "scales": torch.zeros(rows, groups, dtype=torch.uint8),

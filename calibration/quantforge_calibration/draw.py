@@ -47,7 +47,7 @@ class RowRequest:
         choose: how windows of the text are chosen, see `pack_rows`.
         corpus: which text ``builtin`` refers to.
         allow_fewer: whether other sources than ``builtin`` may yield fewer rows.
-        random: fraction of the rows that consist of random tokens.
+        random_share: fraction of the rows that consist of random tokens.
         offline: never access the hub.
     """
 
@@ -58,7 +58,7 @@ class RowRequest:
     choose: Choice = "spread"
     corpus: Corpus = "calibration"
     allow_fewer: bool = False
-    random: float = 0.0
+    random_share: float = 0.0
     offline: bool = False
 
 
@@ -98,7 +98,7 @@ def draw(
         for source, rows in zip(sources, shares, strict=True)
     ]
     sample = samples[0] if len(samples) == 1 else concatenate_samples(samples)
-    return with_random_rows(sample, request.random, tokenizer, request.seed)
+    return with_random_rows(sample, request.random_share, tokenizer, request.seed)
 
 
 def _generated_rows(

@@ -113,13 +113,13 @@ class PackedImages:
     Attributes:
         ids: token ids ``[rows, length]``.
         images: the other model inputs.
-        available: number of token ids of all documents read.
+        available_tokens: number of token ids of all documents read.
         dropped: number of token ids after truncation.
     """
 
     ids: Tensor
     images: ImageRows
-    available: int
+    available_tokens: int
     dropped: int
 
 

@@ -193,7 +193,7 @@ def wrap_image_rows(packed: PackedImages, requested_rows: int, source: str) -> S
         rows=rows,
         rows_requested=requested_rows,
         length=length,
-        tokens_available=packed.available,
+        tokens_available=packed.available_tokens,
         tokens_used=rows * length - images.filler_tokens,
         tokens_truncated=packed.dropped,
         duplicated_rows=count_duplicates(ids, images),

@@ -62,10 +62,10 @@ class TextTokenizer:
         Raises:
             SourceError: the tokenizer fails on the text or does not finish; or as `check`.
         """
-        ids = self.encode_all(text, location)
+        ids = self.encode_with_special_tokens(text, location)
         return ids[1:] if self.bos_id is not None and ids[:1] == [self.bos_id] else ids
 
-    def encode_all(self, text: str, location: str = "") -> list[int]:
+    def encode_with_special_tokens(self, text: str, location: str = "") -> list[int]:
         """Return the ids of a text including special tokens that occur in it, as chat templates write them.
 
         Raises:

@@ -139,7 +139,7 @@ def sized_recipe(
             with job.stage:  # refuses what lies there, before anything is measured
                 pass
         job.check_text()
-        settings.announce(job.planned.plan, job.stage.given_out)
+        settings.announce(job.planned.plan, job.stage.output_argument)
     with measured_errors(search, out.absolute().parent, 0.7) as kl_losses:
         allocated = search.best_allocation(kl_losses)
         settings.note(

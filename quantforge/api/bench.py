@@ -72,13 +72,13 @@ class BenchRow:
         name: the model as the caller named it, or the URL.
         figures: latency and throughput of the requests.
         engine: counters of the engine, see `EngineCounters`; None for a server.
-        wasted: mean fraction of reserved cache slots that were not used; None for a server.
+        unused_cache_fraction: mean fraction of reserved cache slots that were not used; None for a server.
     """
 
     name: str
     figures: BenchFigures
     engine: dict[str, Any] | None = None
-    wasted: float | None = None
+    unused_cache_fraction: float | None = None
 
 
 def document(rows: Sequence[BenchRow], options: BenchOptions) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _row(row: BenchRow) -> dict[str, Any]:
         "name": row.name,
         "metrics": asdict(row.figures),
         "engine": row.engine,
-        "cache_waste": row.wasted,
+        "cache_waste": row.unused_cache_fraction,
     }
 
 

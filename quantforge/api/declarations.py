@@ -93,7 +93,7 @@ def _layer_kind_json(
                 "linears": list(stack.linears),
                 "transposed": stack.transposed,
                 "interleaved": stack.interleaved,
-                "spread": stack.repeats_tokens,
+                "spread": stack.takes_weighted_tokens,
             }
             for stack in kind.stacks
         ],
@@ -105,8 +105,8 @@ def _shared_input_json(
     architecture: Architecture, dimensions: Dimensions, shared: SharedInput
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"linears": list(shared.linears), "within": shared.compared_module}
-    if shared.each:
-        entry["experts"] = shared.each
+    if shared.repeated_over:
+        entry["experts"] = shared.repeated_over
     scale_fold = shared.scale_fold
     if scale_fold is not None:
         entry["absorber"] = {"kind": str(scale_fold.kind), "module": scale_fold.module}

@@ -399,7 +399,7 @@ def _move_codes(
     plan = conversion.plan
     stage = stage_for(plan, conversion.files, out, settings, checkpoint)
     stage.check()
-    settings.announce(plan, stage.given_out)
+    settings.announce(plan, stage.output_argument)
     with stage:
         stage.clear()
         stage.check_space(plan.output_bytes + side_file_bytes(checkpoint, settings))

@@ -179,7 +179,7 @@ def write_folder_card(
             method=str(documents[path].get("method") or "as it was"),
             bits=_bits(documents[path]),
             nbytes=sum(file.stat().st_size for file in _numbered_files(path)),
-            memory_bytes=file_capacity.needed(context=context),
+            memory_bytes=file_capacity.needed_bytes(context=context),
             divergence=divergence.get(path.name),
         )
         for path, (_, file_capacity) in plans.items()

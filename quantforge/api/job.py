@@ -45,8 +45,8 @@ class Outcome:
         plan: the plan of the run.
         events: all degradations.
         resumed: whether work of an earlier run was reused.
-        scaled: number of activations for which a transform (AWQ) found useful scale factors, and number of those
-            searched; None without such a transform, or if the result existed already.
+        scaled_activations: number of activations for which a transform (AWQ) found useful scale factors, and number of
+            those searched; None without such a transform, or if the result existed already.
         adapter: path of the adapter that was merged into the model; None if there was none.
     """
 
@@ -54,7 +54,7 @@ class Outcome:
     plan: Plan
     events: tuple[Event, ...]
     resumed: bool
-    scaled: tuple[int, int] | None = None
+    scaled_activations: tuple[int, int] | None = None
     adapter: Path | None = None
 
 
@@ -137,7 +137,7 @@ class Job:
                     checkpoint, recipe, calibration, settings, scratch
                 )
         checkpoint = transformed_source(checkpoint, recipe, removed_experts)
-        source = {**source, **checkpoint.facts, "files": source["files"]}
+        source = {**source, **checkpoint.source_notes, "files": source["files"]}
         if planned.model_layout.stores_tied_head:
             planned = replace(
                 planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint)

@@ -158,7 +158,7 @@ def quantize_opened(
         try:
             job.stage.check()
             job.check_text()
-            settings.announce(job.planned.plan, job.stage.given_out)
+            settings.announce(job.planned.plan, job.stage.output_argument)
             if settings.join:
                 outcome = _run_shared(job)
             else:

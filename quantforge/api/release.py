@@ -166,7 +166,7 @@ class PlannedRelease:
     left_out: Mapping[str, int]
 
     @property
-    def outs(self) -> dict[str, Path]:
+    def output_paths(self) -> dict[str, Path]:
         """Return the output path of each variant by name."""
         return {name: job.out for name, job in self.variants.jobs.items()}
 
@@ -370,7 +370,7 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         IntegrityError: a file of a variant differs from its manifest.
         QuantForgeError: as `evaluate` and `save_file`.
     """
-    directory, card, outs = planned.directory, planned.spec.card, planned.outs
+    directory, card, outs = planned.directory, planned.spec.card, planned.output_paths
     outputs = {out: (manifest.read_manifest(out) or {})["outputs"] for out in outs.values()}
     file_digests = {
         out: {
@@ -450,7 +450,7 @@ def _evaluate_variants(
 ) -> tuple[dict[str, Any], Evaluation | None]:
     """Return figures by variant name, and the evaluation; None for the latter if an earlier run measured them."""
     spec, directory, variants = planned.spec, planned.directory, planned.variants
-    scoring, outs = spec.scoring, [*planned.outs.values()]
+    scoring, outs = spec.scoring, [*planned.output_paths.values()]
     if not scoring.text:
         return {}, None
     cards = {out.with_name(CARD) for out in outs if out.is_file()}
@@ -516,7 +516,7 @@ def _checksum_list(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:
         directory / UPLOAD_SCRIPT,
         *planned.reports,
     }
-    for out in planned.outs.values():
+    for out in planned.output_paths.values():
         if out.is_dir():
             paths |= {path for path in out.rglob("*") if path.is_file()}
         else:

@@ -269,7 +269,7 @@ def _can_share_pass(first: RunInputs, other: RunInputs) -> bool:
         and [tensor.header for tensor in first_plan.model_layout.tensors]
         == [tensor.header for tensor in second_plan.model_layout.tensors]
         and all(
-            inputs.checkpoint.facts.keys() <= {QUANTIZATION}
+            inputs.checkpoint.source_notes.keys() <= {QUANTIZATION}
             and inputs.planned.recipe.prune_experts is None
             and can_share_pass(inputs.planned)
             for inputs in (first, other)

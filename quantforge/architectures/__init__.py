@@ -76,7 +76,7 @@ def decoder_family(model_type: str) -> Architecture | None:
     architecture = architecture_of({"model_type": model_type})
     return (
         architecture
-        if architecture is not None and architecture.complete_graph is not None
+        if architecture is not None and architecture.graph_if_complete is not None
         else None
     )
 

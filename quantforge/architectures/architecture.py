@@ -50,7 +50,7 @@ class Architecture:
     Attributes:
         model_type: the key in ``config.json``.
         blocks: name of the list of decoder blocks, e.g. ``model.layers``.
-        outer: tensors outside of the blocks.
+        outer_parameters: tensors outside of the blocks.
         kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
         layer_kind_names: returns the name of each layer's kind for a (text) configuration with the family's defaults;
             None if there is only one kind.
@@ -102,7 +102,7 @@ class Architecture:
 
     model_type: str
     blocks: str
-    outer: tuple[Parameter, ...]
+    outer_parameters: tuple[Parameter, ...]
     kinds: tuple[LayerKind, ...]
     embedding: str
     head: str
@@ -167,7 +167,7 @@ class Architecture:
         values, keys = {**self.defaults, **config}, self.needs_model_replay
         return replace(
             self,
-            outer=tuple(item for item in self.outer if item.exists(values)),
+            outer_parameters=tuple(item for item in self.outer_parameters if item.exists(values)),
             kinds=tuple(kind.for_config(values) for kind in self.kinds),
             needs_model_replay=keys if isinstance(keys, bool) else any(map(values.get, keys)),
         )
@@ -191,7 +191,7 @@ class Architecture:
         return float(any(item and item.kind is FoldKind.NORM_PLUS_ONE for item in scale_folds))
 
     @property
-    def complete_graph(self) -> DecoderGraph | None:
+    def graph_if_complete(self) -> DecoderGraph | None:
         """Return the graph if it covers every parameter of all kinds of layers, experts included; else None."""
         mixture = any(kind.stacks for kind in self.kinds)
         if self.graph is None or (mixture and not self.graph.supports_experts):
@@ -206,7 +206,7 @@ class Architecture:
             item.stored.removesuffix(".weight"): item.name.removesuffix(".weight")
             for kind in self.kinds
             for item in kind.parameters
-            if item.stored.endswith(".weight") and not item.each
+            if item.stored.endswith(".weight") and not item.repeated_over
             if item.stored != item.name and item.name.endswith(".weight")
         }
 

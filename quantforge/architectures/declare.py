@@ -104,7 +104,9 @@ def only_when(when: str, part: Mixer | tuple[Parameter, ...]) -> Mixer | tuple[P
     """Make the tensors of a part conditional on configuration keys, see ``when`` of `Parameter`; "" means always."""
     if isinstance(part, Mixer):
         return replace(part, parameters=only_when(when, part.parameters))
-    return tuple(replace(item, when=f"{item.when} {when}".strip()) for item in part)
+    return tuple(
+        replace(item, required_flags=f"{item.required_flags} {when}".strip()) for item in part
+    )
 
 
 def compose_layer(*components: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:
@@ -310,7 +312,9 @@ def multimodal_as_whole(text: Architecture, model_type: str, towers: Sequence[st
         text,
         model_type=model_type,
         blocks=_nested_name(text.blocks),
-        outer=tuple(replace(item, name=_nested_name(item.name)) for item in text.outer),
+        outer_parameters=tuple(
+            replace(item, name=_nested_name(item.name)) for item in text.outer_parameters
+        ),
         embedding=_nested_name(text.embedding),
         final_norm=_nested_name(text.final_norm),
         prefixes=(("", ""), ("model.", f"{NESTED_DECODER_PREFIX}.")),

@@ -34,22 +34,23 @@ class Parameter:
     ``3*hidden``, or a number.
 
     Attributes:
-        when: configuration keys, joined by spaces, that must be true for the tensor to exist (``!key``: must be false).
-        each: the dimension that counts such tensors; the name has ``{}`` for the index.
+        required_flags: configuration keys, joined by spaces, that must be true for the tensor to exist (``!key``: must
+            be false).
+        repeated_over: the dimension that counts such tensors; the name has ``{}`` for the index.
         stored: the name in files, if it differs from that in the running model.
     """
 
     name: str
     shape: tuple[str, ...]
-    when: str = ""
-    each: str = ""
+    required_flags: str = ""
+    repeated_over: str = ""
     stored: str = ""
 
     def exists(self, config: Mapping[str, Any]) -> bool:
         """Return whether the tensor exists in models of a configuration (with the family's defaults)."""
         return all(
             bool(config.get(key.removeprefix("!"))) is not key.startswith("!")
-            for key in self.when.split()
+            for key in self.required_flags.split()
         )
 
 
@@ -83,7 +84,7 @@ class SharedInput:
         scale_fold: where a scale can be folded; None if a nonlinear function lies between.
         heads: whether the activation is the concatenation of attention heads and the folded rows are key/value heads; a
             scale is then constant over the query heads that share a key/value head.
-        each: the dimension that counts such inputs; the names of the linears have ``{}`` for the index.
+        repeated_over: the dimension that counts such inputs; the names of the linears have ``{}`` for the index.
         expert: index of the expert that reads it, for tokens routed there; -1 if all tokens are read.
         unquantized_readers: modules that read it too and whose weight is never quantized; scales are folded into them
             too.
@@ -93,7 +94,7 @@ class SharedInput:
     compared_module: str
     scale_fold: ScaleFold | None = None
     heads: bool = False
-    each: str = ""
+    repeated_over: str = ""
     expert: int = -1
     unquantized_readers: tuple[str, ...] = ()
 
@@ -113,7 +114,9 @@ class SharedInput:
             self.scale_fold, module=self.scale_fold.module.format(number)
         )
         linears = tuple(name.format(number) for name in self.linears)
-        return replace(self, linears=linears, scale_fold=scale_fold, each="", expert=number)
+        return replace(
+            self, linears=linears, scale_fold=scale_fold, repeated_over="", expert=number
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +128,14 @@ class Stack:
         linears: names with ``{}`` for the expert index, in the order of their rows; all have the same number of rows.
         transposed: the matrices are ``[in_features, out_features]``.
         interleaved: rows of the linears alternate instead of following one another.
-        repeats_tokens: its module takes every token once per expert, multiplied by its router weight.
+        takes_weighted_tokens: its module takes every token once per expert, multiplied by its router weight.
     """
 
     parameter: str
     linears: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
-    repeats_tokens: bool = False
+    takes_weighted_tokens: bool = False
 
     def matrix(self, stack_value: Tensor, linear_index: int, expert: int) -> Tensor:
         """Return the weight ``[out_features, in_features]`` of one linear of an expert, as a view of a stack."""
@@ -275,14 +278,19 @@ class LayerKind:
     def with_experts(self, dimensions: Dimensions) -> LayerKind:
         """Return the kind with one entry for each expert."""
         parameters = [
-            replace(item, name=item.name.format(number), stored=item.stored.format(number), each="")
+            replace(
+                item,
+                name=item.name.format(number),
+                stored=item.stored.format(number),
+                repeated_over="",
+            )
             for item in self.parameters
-            for number in range(dimensions.size(item.each) if item.each else 1)
+            for number in range(dimensions.size(item.repeated_over) if item.repeated_over else 1)
         ]
         inputs = [
-            item.for_expert(number) if item.each else item
+            item.for_expert(number) if item.repeated_over else item
             for item in self.inputs
-            for number in range(dimensions.size(item.each) if item.each else 1)
+            for number in range(dimensions.size(item.repeated_over) if item.repeated_over else 1)
         ]
         return replace(self, parameters=tuple(parameters), inputs=tuple(inputs))
 

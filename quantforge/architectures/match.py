@@ -546,7 +546,7 @@ class _DeclaredTensors:
             f"{architecture.embedding}.weight": Role.EMBEDDING,
             f"{architecture.head}.weight": Role.HEAD,
         }
-        for item in architecture.outer:
+        for item in architecture.outer_parameters:
             role = special.get(item.name) or _declared_role(item, {}, frozenset())
             yield item.name, _DeclaredTensor(item.name, self._dimensions.shape(item.shape), role)
 

@@ -137,14 +137,14 @@ def single_experts(
             Parameter(
                 f"{name}.weight",
                 shape,
-                each="experts",
+                repeated_over="experts",
                 stored=f"{stored_module or module}.{{}}.{leaf}.weight",
             )
             for name, leaf, shape in zip((gate, up, down), stored, shapes, strict=True)
         ),
         (
-            SharedInput((gate, up), module, each="experts"),
-            SharedInput((down,), module, ScaleFold(FoldKind.ROWS, up), each="experts"),
+            SharedInput((gate, up), module, repeated_over="experts"),
+            SharedInput((down,), module, ScaleFold(FoldKind.ROWS, up), repeated_over="experts"),
         ),
         (Stack(f"{module}.gate_up_proj", (gate, up)), Stack(f"{module}.down_proj", (down,))),
         mlp_activations=3,

@@ -76,7 +76,7 @@ class _StreamProof:
         if not self._model_layout.tied:
             axes[f"{architecture.head}.weight"] = StreamAxis(1, norms[0])
         outer = {*axes, *norms, f"{architecture.head}.weight"}
-        for item in architecture.outer:
+        for item in architecture.outer_parameters:
             if item.name not in outer and self._has(item.name) and _has_hidden_dimension(item):
                 self._refuse(
                     item.name,
@@ -107,7 +107,7 @@ class _StreamProof:
                 if tensor.draft_head
                 else _OMIT_HINT,
             )
-        graph = architecture.complete_graph
+        graph = architecture.graph_if_complete
         if graph is None or architecture.transposed:
             self._refuse(
                 architecture.model_type, "has no declared graph that covers all of its tensors"

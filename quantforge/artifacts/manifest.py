@@ -389,7 +389,7 @@ def all_kept_experts(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _all_facts(checkpoint: Checkpoint, subject: str) -> tuple[str, ...]:
-    current = checkpoint.facts.get(subject)
+    current = checkpoint.source_notes.get(subject)
     earlier = _recorded_facts(read_manifest(checkpoint.path) or {}, subject)
     return earlier if current is None else (*earlier, current)
 

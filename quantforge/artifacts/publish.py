@@ -42,7 +42,7 @@ def describe_source(
     return {
         "model": name,
         **({"revision": revision} if revision else {}),
-        **checkpoint.facts,
+        **checkpoint.source_notes,
         "files": source_file_digests(checkpoint, checksums),
     }
 
@@ -165,7 +165,7 @@ def _write_directory(
     from quantforge.model.transformers_loading import resolve_verdicts
 
     config = unquantized_config(checkpoint)
-    if plan.untie:
+    if plan.unties_head:
         config = untie_config(config)
     engines = resolve_verdicts(plan.engines, config, plan.tensors)
     plan = replace(plan, running=running_names(plan, config), engines=engines)

@@ -220,7 +220,7 @@ def _show(console: Console, rows: list[BenchRow], *, drafting: bool, wide: bool)
     for row in rows:
         if row.engine is not None:
             console.print_wrapped(
-                f"{row.name}: {_engine_counts(row.engine, row.wasted, drafting=drafting)}"
+                f"{row.name}: {_engine_counts(row.engine, row.unused_cache_fraction, drafting=drafting)}"
             )
 
 

@@ -55,9 +55,9 @@ def diff(
 
 def _show(console: Console, difference: Difference) -> None:
     console.print_text(f"first: {difference.first}\nsecond: {difference.second}")
-    for line in _metadata_lines(difference.stated, difference.unstated):
+    for line in _metadata_lines(difference.recorded_differences, difference.missing_records):
         console.print_text(line)
-    for side, names in difference.only.items():
+    for side, names in difference.unmatched_tensors.items():
         for name in names[:MAX_LISTED]:
             console.print_text(f"only in the {side}: {name}")
         if len(names) > MAX_LISTED:
@@ -75,7 +75,9 @@ def _show(console: Console, difference: Difference) -> None:
             f"and {len(changed) - MAX_LISTED} more, closer than these (--json lists all)"
         )
     only_texts = {
-        name: f"only the {side} has" for side, names in difference.alone.items() for name in names
+        name: f"only the {side} has"
+        for side, names in difference.unmatched_files.items()
+        for name in names
     }
     for name in difference.files:
         console.print_text(f"{only_texts.get(name, 'differs:')} the file {name}")

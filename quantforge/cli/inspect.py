@@ -109,10 +109,12 @@ def _matching_tensors(
     matching = tuple(tensor for tensor in tensors if fnmatch.fnmatchcase(tensor.name, pattern))
     if matching:
         return matching
-    matching_names = [tensor for tensor in tensors if fnmatch.fnmatchcase(tensor.own, pattern)]
+    matching_names = [
+        tensor for tensor in tensors if fnmatch.fnmatchcase(tensor.file_name, pattern)
+    ]
     if matching_names:
         return tuple(
-            replace(tensor, name=f"{tensor.own}: {tensor.name}") for tensor in matching_names
+            replace(tensor, name=f"{tensor.file_name}: {tensor.name}") for tensor in matching_names
         )
     wider_pattern = f"*{pattern.strip('*')}*"
     if any(fnmatch.fnmatchcase(tensor.name, wider_pattern) for tensor in tensors):

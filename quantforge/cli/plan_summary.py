@@ -173,24 +173,24 @@ class Forecast:
         work: amount of work of the run.
         seconds: estimated time by step.
         threads: number of threads.
-        on_disk: whether hidden states are kept on disk.
-        peak: peak memory in bytes, above that of the imports.
-        free: free disk space in bytes at the output.
-        memory: memory of this machine in bytes; None if unknown.
+        states_on_disk: whether hidden states are kept on disk.
+        peak_bytes: peak memory in bytes, above that of the imports.
+        free_disk_bytes: free disk space in bytes at the output.
+        machine_memory: memory of this machine in bytes; None if unknown.
     """
 
     work: RunWork
     seconds: dict[str, float]
     threads: int
-    on_disk: bool
-    peak: int
-    free: int
-    memory: int | None
+    states_on_disk: bool
+    peak_bytes: int
+    free_disk_bytes: int
+    machine_memory: int | None
 
     @property
-    def disk(self) -> int:
+    def needed_disk_bytes(self) -> int:
         """Return the maximum disk space of the run in bytes."""
-        states_bytes = self.work.states_bytes if self.on_disk else 0
+        states_bytes = self.work.states_bytes if self.states_on_disk else 0
         return self.work.output_bytes + states_bytes + self.work.guide_bytes + SPARE_BYTES
 
 
@@ -235,7 +235,7 @@ def _show_forecast(console: Console, run_forecast: Forecast, output: str) -> Non
     )
     console.print_entry(
         "source",
-        f"{size(run_forecast.work.source_bytes)}, read {run_forecast.work.reads} times, never copied",
+        f"{size(run_forecast.work.source_bytes)}, read {run_forecast.work.source_reads} times, never copied",
     )
     console.print_entry("disk", _disk_text(run_forecast, output))
     for resource, text in _shortages(run_forecast, output):
@@ -246,21 +246,31 @@ def _disk_text(run_forecast: Forecast, output: str) -> str:
     size_texts = [f"{size(run_forecast.work.output_bytes)} of weights"]
     states_bytes, guide_bytes = run_forecast.work.states_bytes, run_forecast.work.guide_bytes
     if states_bytes:
-        reason = "hidden states" if run_forecast.on_disk else "more with --activations disk"
+        reason = "hidden states" if run_forecast.states_on_disk else "more with --activations disk"
         size_texts.append(f"{size(states_bytes)} {reason}")
     if guide_bytes:
         size_texts.append(f"{size(guide_bytes)} for the backward pass")
-    return f"{', '.join(size_texts)}, beside {output}; {size(run_forecast.free)} are free there"
+    return f"{', '.join(size_texts)}, beside {output}; {size(run_forecast.free_disk_bytes)} are free there"
 
 
 def _shortages(run_forecast: Forecast, output: str) -> Iterator[tuple[str, str]]:
     """Yield resources that are too small for the run, with a remedy."""
-    if run_forecast.disk > run_forecast.free:
-        yield DISK, f"{size(run_forecast.disk)} are needed for {output}: -o on another disk"
-    if run_forecast.memory is not None and run_forecast.peak > run_forecast.memory:
+    if run_forecast.needed_disk_bytes > run_forecast.free_disk_bytes:
+        yield (
+            DISK,
+            f"{size(run_forecast.needed_disk_bytes)} are needed for {output}: -o on another disk",
+        )
+    if (
+        run_forecast.machine_memory is not None
+        and run_forecast.peak_bytes > run_forecast.machine_memory
+    ):
         yield (
             MEMORY,
-            memory_hint(run_forecast.peak, run_forecast.memory, on_disk=run_forecast.on_disk),
+            memory_hint(
+                run_forecast.peak_bytes,
+                run_forecast.machine_memory,
+                on_disk=run_forecast.states_on_disk,
+            ),
         )
 
 
@@ -274,12 +284,12 @@ def _forecast_document(run_forecast: Forecast) -> dict[str, object]:
         "hashed_bytes_per_second": BYTES_PER_SECOND,
         "basis": RATE_BASIS,
         "source_bytes": run_forecast.work.source_bytes,
-        "source_reads": run_forecast.work.reads,
+        "source_reads": run_forecast.work.source_reads,
         "hidden_states_bytes": run_forecast.work.states_bytes,
         "gradient_bytes": run_forecast.work.guide_bytes,
-        "disk_bytes": run_forecast.disk,
-        "free_bytes": run_forecast.free,
-        "memory_bytes": run_forecast.memory,
+        "disk_bytes": run_forecast.needed_disk_bytes,
+        "free_bytes": run_forecast.free_disk_bytes,
+        "memory_bytes": run_forecast.machine_memory,
         "beyond": [resource for resource, _ in _shortages(run_forecast, "")],
     }
 
@@ -342,7 +352,7 @@ class Deployment:
                 f"--price {self.price}: of which device, and how fast",
                 "add --device-name or --bandwidth",
             )
-        return [capacity.on(name, card, price) for name, card in cards.items()]
+        return [capacity.on_card(name, card, price) for name, card in cards.items()]
 
 
 def show_capacity(console: Console, capacity: Capacity, rows: list[CardCapacity]) -> None:
@@ -367,7 +377,7 @@ def show_capacity(console: Console, capacity: Capacity, rows: list[CardCapacity]
             capacity.activation_bytes(),
             f"a step of {max(load.batch, PREFILL_CHUNK):,} tokens, and logits",
         ),
-        ("together", capacity.needed(), ""),
+        ("together", capacity.needed_bytes(), ""),
         ("read a step", capacity.step_bytes(), "weights and the whole cache, once"),
     ):
         console.print_text(f"  {name:<12}{size(nbytes):>9}  {explanation}".rstrip())
@@ -394,7 +404,7 @@ def _capacity_cells(row: CardCapacity, priced: bool) -> Iterator[str]:
     yield str(row.largest_context) if has_memory else "-"
     yield "-" if row.seconds_per_token is None else significant(1e3 * row.seconds_per_token)
     yield "-" if row.tokens_per_second is None else significant(row.tokens_per_second)
-    yield row.bound or "-"
+    yield row.limited_by or "-"
     if priced:
         yield "-" if row.cost_per_million is None else significant(row.cost_per_million)
 
@@ -414,7 +424,7 @@ def capacity_document(capacity: Capacity, rows: list[CardCapacity]) -> dict[str,
         "cache_sequence_bytes": round(cache.sequence_bytes(load.context)),
         "cache_bytes": round(capacity.cache_bytes),
         "activation_bytes": round(capacity.activation_bytes()),
-        "needed_bytes": round(capacity.needed()),
+        "needed_bytes": round(capacity.needed_bytes()),
         "step_bytes": round(capacity.step_bytes()),
         "step_weight_bytes": round(capacity.traffic.step_bytes(load.batch) / load.devices),
         "weights_per_token": round(capacity.traffic.token_weights),
@@ -431,7 +441,7 @@ def capacity_document(capacity: Capacity, rows: list[CardCapacity]) -> dict[str,
                 "largest_context": row.largest_context if row.card.memory else None,
                 "seconds_per_token": row.seconds_per_token,
                 "tokens_per_second": row.tokens_per_second,
-                "bound": row.bound or None,
+                "bound": row.limited_by or None,
                 "cost_per_million": row.cost_per_million,
             }
             for row in rows

@@ -52,15 +52,15 @@ def step_label(report: Progress) -> str:
 class Clock:
     """Elapsed time of a verb, and an estimate of the remaining time."""
 
-    begun: float
-    works: tuple[float, float] | None = (
+    started_at: float
+    work_span: tuple[float, float] | None = (
         None  # elapsed seconds and share at the start of the actual work
     )
 
     @property
     def elapsed(self) -> float:
         """Return the elapsed seconds."""
-        return time.monotonic() - self.begun
+        return time.monotonic() - self.started_at
 
     def remaining(self, report: Progress) -> float | None:
         """Return the estimated remaining seconds; None while there is no estimate.
@@ -70,10 +70,10 @@ class Clock:
         share = report.share
         if report.waits:
             return None
-        if self.works is None:
-            self.works = (self.elapsed, share) if share >= MIN_SHARE else None
+        if self.work_span is None:
+            self.work_span = (self.elapsed, share) if share >= MIN_SHARE else None
             return None
-        seconds, finished_share = self.elapsed - self.works[0], share - self.works[1]
+        seconds, finished_share = self.elapsed - self.work_span[0], share - self.work_span[1]
         steady = finished_share >= STEADY_SHARE or (
             seconds >= STEADY_SECONDS and finished_share >= MIN_SHARE
         )
@@ -107,7 +107,7 @@ class BarMeter:
 
         self._printable, self._clock = printable, Clock(time.monotonic())
         self._rich: Rich = Rich(stderr=True, highlight=False)
-        self._drawn = Drawn(
+        self._progress_bar = Drawn(
             TextColumn("{task.description}", markup=False),
             BarColumn(BAR_WIDTH),
             TaskProgressColumn("{task.percentage:>3.0f}%"),
@@ -122,19 +122,19 @@ class BarMeter:
             redirect_stdout=False,
             get_time=time.monotonic,
         )
-        self._task = self._drawn.add_task("starting", total=1.0, time="", step="")
+        self._task = self._progress_bar.add_task("starting", total=1.0, time="", step="")
 
     def __enter__(self) -> Self:
-        self._drawn.start()
+        self._progress_bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._drawn.stop()
+        self._progress_bar.stop()
 
     def show(self, report: Progress) -> None:
         """Update the bar."""
         remaining = self._clock.remaining(report)
-        self._drawn.update(
+        self._progress_bar.update(
             self._task,
             completed=report.share,
             description=self._printable(report.phase or "working"),
@@ -152,49 +152,51 @@ class BarMeter:
 class LineMeter:
     """Progress as lines on stderr: one for each new phase or step, and one after a long time without any."""
 
-    silence, hold = LOG_SECONDS, HOLD_SECONDS
+    max_silence, initial_delay = LOG_SECONDS, HOLD_SECONDS
 
     def __init__(self, printable: Callable[[str], str]) -> None:
         self._printable, self._clock = printable, Clock(time.monotonic())
-        self._last = Progress(phase="starting")
-        self._said, self._said_at = Progress(), time.monotonic()
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._beat = threading.Thread(target=self._beats, daemon=True)
+        self._last_report = Progress(phase="starting")
+        self._written_report, self._written_at = Progress(), time.monotonic()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._heartbeat_thread = threading.Thread(target=self._run_heartbeat, daemon=True)
 
     def __enter__(self) -> Self:
-        self.show(self._last)
-        self._beat.start()
+        self.show(self._last_report)
+        self._heartbeat_thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if error[:1] == (None,) and self._said.phase:
-            self._last = replace(self._last, share=1.0, phase="done", part="", step="")
-            self._say()
+        self._stopped.set()
+        if error[:1] == (None,) and self._written_report.phase:
+            self._last_report = replace(
+                self._last_report, share=1.0, phase="done", part="", step=""
+            )
+            self._write_report()
 
     def show(self, report: Progress) -> None:
         """Record a report; write a line if one is due."""
-        self._last = report if report.phase else replace(report, phase="working")
+        self._last_report = report if report.phase else replace(report, phase="working")
         self._clock.remaining(report)  # so that the clock notices the start of the actual work
-        if self._clock.elapsed >= self.hold and self._due(self._last):
-            self._say()
+        if self._clock.elapsed >= self.initial_delay and self._is_due(self._last_report):
+            self._write_report()
 
     def write(self, text: str) -> None:
         """Write a line."""
         sys.stderr.write(text + "\n")
 
-    def _due(self, report: Progress) -> bool:
-        if report.phase != self._said.phase:
+    def _is_due(self, report: Progress) -> bool:
+        if report.phase != self._written_report.phase:
             return True
-        return int(report.share / LOG_SHARE) > int(self._said.share / LOG_SHARE)
+        return int(report.share / LOG_SHARE) > int(self._written_report.share / LOG_SHARE)
 
-    def _say(self) -> None:
+    def _write_report(self) -> None:
         with self._lock:
-            self._said, self._said_at = self._last, time.monotonic()
-            sys.stderr.write(self._line(self._last) + "\n")
+            self._written_report, self._written_at = self._last_report, time.monotonic()
+            sys.stderr.write(self._format_line(self._last_report) + "\n")
             sys.stderr.flush()
 
-    def _line(self, report: Progress) -> str:
+    def _format_line(self, report: Progress) -> str:
         remaining = self._clock.remaining(report)
         step_text = self._printable(step_label(report)).replace("\n", "\\n")
         text = (
@@ -207,26 +209,26 @@ class LineMeter:
             else f"{text} ({duration(remaining)} left)"
         )
 
-    def _beats(self) -> None:
-        while not self._over.wait(0.25):
-            if self._clock.elapsed < self.hold:
+    def _run_heartbeat(self) -> None:
+        while not self._stopped.wait(0.25):
+            if self._clock.elapsed < self.initial_delay:
                 continue
             is_early = self._clock.elapsed < EARLY_SECONDS
-            max_silence = min(self.silence, EARLY_SILENCE) if is_early else self.silence
-            if not self._said.phase or time.monotonic() - self._said_at >= max_silence:
-                self._say()
+            max_silence = min(self.max_silence, EARLY_SILENCE) if is_early else self.max_silence
+            if not self._written_report.phase or time.monotonic() - self._written_at >= max_silence:
+                self._write_report()
 
 
 class JsonLineMeter(LineMeter):
     """Progress as lines of JSON on stderr; ``docs/cli.md`` lists their fields."""
 
-    silence, hold = MACHINE_SILENCE, 0.0
+    max_silence, initial_delay = MACHINE_SILENCE, 0.0
 
-    def _due(self, report: Progress) -> bool:
-        soon = time.monotonic() - self._said_at < MACHINE_SECONDS
-        return bool(report.part) or report.phase != self._said.phase or not soon
+    def _is_due(self, report: Progress) -> bool:
+        soon = time.monotonic() - self._written_at < MACHINE_SECONDS
+        return bool(report.part) or report.phase != self._written_report.phase or not soon
 
-    def _line(self, report: Progress) -> str:
+    def _format_line(self, report: Progress) -> str:
         remaining = self._clock.remaining(report)
         fields = {
             "progress": round(report.share, 4),

@@ -61,8 +61,8 @@ def show_quantized(console: Console, outcome: Outcome, model: str, seconds: floa
     console.note(
         f"{plan.method} -> {plan.format}: {plan.density}, files {size(plan.output_bytes)}, {seconds:.0f} s"
     )
-    if outcome.scaled is not None:
-        num_scaled, num_searched = outcome.scaled
+    if outcome.scaled_activations is not None:
+        num_scaled, num_searched = outcome.scaled_activations
         console.note(
             f"columns scaled for {num_scaled} of {num_searched} activations; no factors were better elsewhere"
         )

@@ -115,7 +115,7 @@ def plan_cache_comparison(
     """
     for model in models:
         family = architecture_of(model.config)
-        if family is None or family.complete_graph is None:
+        if family is None or family.graph_if_complete is None:
             raise _unsupported_model_error(model.config.get("model_type"))
         for kind in kinds:  # raises for heads that the kind cannot store
             head_size = family.dimensions(text_config(model.config)).head

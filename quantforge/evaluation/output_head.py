@@ -270,7 +270,7 @@ class DivergenceSums:
     def __init__(self, targets: Tensor) -> None:
         self.model = LogitSums(targets, find_best=True)
         self.reference = LogitSums(targets, find_best=True)
-        self._difference = self.model.total.clone()  # sum of exp(a - peak) (a - b)
+        self._weighted_difference = self.model.total.clone()  # sum of exp(a - peak) (a - b)
 
     def add(self, logits: Tensor, reference_logits: Tensor, vocabulary_slice: slice) -> None:
         """Add the logits ``[tokens, slice]`` of both models for a vocabulary slice; their memory is overwritten."""
@@ -278,12 +278,12 @@ class DivergenceSums:
         self.model.add(logits, vocabulary_slice)
         exponentials, rescale = self.reference.add(reference_logits, vocabulary_slice)
         slice_sum = difference.mul_(exponentials).sum(-1).double()
-        self._difference = self._difference * rescale + slice_sum
+        self._weighted_difference = self._weighted_difference * rescale + slice_sum
 
     @property
     def kl(self) -> Tensor:
         """Return the KL divergence, float64 ``[tokens]``."""
-        mean = self._difference / self.reference.total
+        mean = self._weighted_difference / self.reference.total
         return mean - self.reference.log_sum + self.model.log_sum
 
 

@@ -158,7 +158,7 @@ def measure_speed(
         "decode_by_batch": {str(batch): speed.tokens_per_second for batch, speed in speeds.items()},
         "bandwidth_utilization": bytes_read / single_speed.tpot_seconds / bandwidth,
         "kv_bytes_per_token": token_bytes,
-        "processor_share": processor_share.so_far() if device.type == "cpu" else None,
+        "processor_share": processor_share.current_share() if device.type == "cpu" else None,
     }
 
 

@@ -48,7 +48,7 @@ class BlockTensors:
         for local, tensor in self.unquantized(block).items():
             if tensor.expert >= 0 or block.is_outside_module(local):
                 continue
-            if tensor.decay:
+            if tensor.negate_exp:
                 # A decay never changes, and the logarithm of its stored form differs in the last bits.
                 continue
             (value,) = self._output.read(tensor).values()

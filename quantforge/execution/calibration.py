@@ -120,7 +120,7 @@ def calibrate(
     source = local_source or options.source
     request = RowRequest(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
-        offline=offline, random=options.random_share or 0.0,
+        offline=offline, random_share=options.random_share or 0.0,
     )  # fmt: skip
     try:
         unused = UnusedColumns()

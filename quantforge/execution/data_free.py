@@ -119,10 +119,10 @@ class DataFreeRounder:
             strips = assemblers.setdefault(tensor.name, StripAssembler(tensor.matrix[0]))
             strips.add(first, replace(rows, input=scheme.input))
 
-        read_rows = partial(self._rounding.source.weight_rows, tensor)
+        read_rows = partial(self._rounding.source.read_weight_rows, tensor)
         importance = error_importance(statistics, rounding)
         return StripRounding(
-            tensor, rounded, read_rows, write if tensor.by_rows else add, importance
+            tensor, rounded, read_rows, write if tensor.strip_by_strip else add, importance
         )
 
 
@@ -160,14 +160,14 @@ class StripRounding:
 
     Attributes:
         tensor: plan of the matrix.
-        rounded: rounds rows ``[rows, columns]`` independently of other rows.
+        round_strip: rounds rows ``[rows, columns]`` independently of other rows.
         read: reads rows ``first:last`` of the source as float32.
         write: takes the first row and the rounded strip, in order.
         importance: importance of the columns, which weights the error.
     """
 
     tensor: TensorPlan
-    rounded: Callable[[Tensor], Rounded]
+    round_strip: Callable[[Tensor], Rounded]
     read: Callable[[int, int], Tensor]
     write: Callable[[int, QuantizedTensor], None]
     importance: Tensor | None = None
@@ -188,7 +188,7 @@ def round_in_strips(
         weight = matrix.read(first, last)
         size = math.fsum(row_squares(weight, matrix.importance).tolist())
         with strip_of(math.prod(matrix.tensor.matrix)):
-            return matrix, first, matrix.rounded(weight), size
+            return matrix, first, matrix.round_strip(weight), size
 
     strips = ((matrix, rows) for matrix in matrices for rows in row_strips(matrix.tensor))
     with closing(in_order(rounded, strips, workers)) as finished:

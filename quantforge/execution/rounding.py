@@ -176,7 +176,7 @@ class SourceTensors:
         weight = self.whole(tensor).to(self.device, torch.float32)
         return weight.T.contiguous() if tensor.transposed else weight
 
-    def weight_rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
+    def read_weight_rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
         """Read rows of a weight that is not transposed, as float32."""
         return self.rows(tensor, first, last).to(self.device, torch.float32)
 
@@ -205,7 +205,7 @@ def add_input_parameters(
         RefusedError: a static range or outlier columns are needed, but the input was not observed.
     """
     activation = plan.scheme.input if plan.scheme else None
-    if activation is None or not activation.measured:
+    if activation is None or not activation.needs_calibration:
         return replace(tensor, input=activation)
     if statistics.peaks is None or (statistics.histogram is None and not activation.dynamic):
         description = "a static range" if not activation.dynamic else "outlier columns"

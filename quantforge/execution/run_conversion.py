@@ -280,7 +280,7 @@ def _read_layer(
     columns that are out of order each have their own scale.
     """
     tensor = _unpack(conversion, layer)
-    if not layer.scattered or tensor.scheme.granularity != PerGroup(1):
+    if not layer.has_group_index or tensor.scheme.granularity != PerGroup(1):
         return tensor, None
     source_format = load_format(conversion.source_format)
     name = f"{layer.layout.module}{source_format.INFO.group_index_suffix}"

@@ -55,7 +55,7 @@ def tune_unit(index: int) -> str:
 
 def unit_name_of(tensor: TensorPlan, plan: Plan) -> str:
     """Return the name of the unit that writes a tensor of a plan."""
-    if tensor.name in plan.late:
+    if tensor.name in plan.tensors_after_blocks:
         return HEAD
     if tensor.expert >= 0 and plan.needs:
         return expert_unit(tensor.block, tensor.expert)

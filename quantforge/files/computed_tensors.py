@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from quantforge.architectures.match import DerivedDeclarations
 
-# Subjects of `Checkpoint.facts`: an adapter that is merged as tensors are read, experts that remain when others are
-# removed, rotated channels, and a source in the layout of the running model.
+# Subjects of `Checkpoint.source_notes`: an adapter that is merged as tensors are read, experts that remain when others
+# are removed, rotated channels, and a source in the layout of the running model.
 ADAPTER = "adapter"
 KEPT_EXPERTS = "kept_experts"
 ROTATION = "rotation"
@@ -37,13 +37,13 @@ class ComputedCheckpoint(Checkpoint):
     Attributes:
         inner: the checkpoint that they are computed from.
         computed: functions that compute rows, by tensor name.
-        own_facts: what this view adds to `Checkpoint.facts`.
+        own_source_notes: what this view adds to `Checkpoint.source_notes`.
         own_declarations: declarations that this view was made with, see `Checkpoint.derived_declarations`.
     """
 
     inner: Checkpoint
     computed: Mapping[str, ComputeRows]
-    own_facts: Mapping[str, str]
+    own_source_notes: Mapping[str, str]
     own_declarations: DerivedDeclarations | None
 
     def read(self, name: str) -> torch.Tensor:
@@ -63,9 +63,9 @@ class ComputedCheckpoint(Checkpoint):
         )
 
     @property
-    def facts(self) -> Mapping[str, str]:
-        """Return the facts of all views, the innermost first."""
-        return {**self.inner.facts, **self.own_facts}
+    def source_notes(self) -> Mapping[str, str]:
+        """Return the notes of all views, the innermost first."""
+        return {**self.inner.source_notes, **self.own_source_notes}
 
     @property
     def derived_declarations(self) -> DerivedDeclarations | None:
@@ -89,7 +89,7 @@ def with_computed_tensors(
     config: dict[str, Any] | None = None,
     new_entries: Mapping[str, TensorEntry] | None = None,
     removed: Collection[str] = (),
-    facts: Mapping[str, str] | None = None,
+    source_notes: Mapping[str, str] | None = None,
     declared: DerivedDeclarations | None = None,
 ) -> ComputedCheckpoint:
     """Return a view of a checkpoint with computed tensors.
@@ -100,7 +100,7 @@ def with_computed_tensors(
         config: the new configuration if it changes.
         new_entries: entries (type and shape) of computed tensors that ``inner`` does not have.
         removed: tensors of ``inner`` that the model no longer has, since others are computed from them.
-        facts: see `Checkpoint.facts`.
+        source_notes: see `Checkpoint.source_notes`.
         declared: see `Checkpoint.derived_declarations`.
     """
     fields_of_inner = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
@@ -112,6 +112,6 @@ def with_computed_tensors(
         **fields_of_inner,
         inner=inner,
         computed=computed,
-        own_facts=facts or {},
+        own_source_notes=source_notes or {},
         own_declarations=declared,
     )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantforge.architectures.match import DerivedDeclarations
 
 CONFIG_FILE = "config.json"
-QUANTIZATION = "quantization"  # the subject of what is said of a declaration that is left over, see `Checkpoint.facts`
+QUANTIZATION = "quantization"  # key in `Checkpoint.source_notes`: a leftover declaration
 CARD_FILE = "README.md"
 LICENSE_PATTERNS = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
 _NOT_LICENSE_SUFFIXES = {".py", ".bin", ".pt", ".pth", ".pkl", ".safetensors"}
@@ -113,7 +113,7 @@ class Checkpoint:
         return tuple(entry.to_tensor_info() for entry in self.entries.values())
 
     @property
-    def facts(self) -> Mapping[str, str]:
+    def source_notes(self) -> Mapping[str, str]:
         """Return notes about the source for plans and manifests, by subject: its precision, what was merged into it."""
         return {QUANTIZATION: self.declaration_note} if self.declaration_note else {}
 

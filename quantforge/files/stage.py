@@ -80,7 +80,7 @@ class Stage:
         source: the model that is read, which must not overlap ``out``.
 
     Attributes:
-        given_out, out: the output as it was given, and its absolute path.
+        output_argument, out: the output as it was given, and its absolute path.
         path: path of the stage.
         journal, units: directories for the run's journal, and for files shared by several processes.
 
@@ -96,7 +96,7 @@ class Stage:
     def __init__(
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
-        self.given_out, self.out = out, _absolute_output(out)
+        self.output_argument, self.out = out, _absolute_output(out)
         self._lock = Lock(run_folder(self.out))
         self.path = self._lock.directory / STAGE_DIRECTORY
         self.journal = self._lock.directory / "journal"

@@ -68,13 +68,13 @@ class _ExpertMatrix(NamedTuple):
         stack: stored name of the stack.
         name: stored name of the separate matrix.
         place: its position in the stack.
-        canonical: its name in the running model; "" if the family's declarations map ``name`` to it.
+        canonical_name: its name in the running model; "" if the family's declarations map ``name`` to it.
     """
 
     stack: str
     name: str
     place: StackSlice
-    canonical: str = ""
+    canonical_name: str = ""
 
 
 def unstack_experts(
@@ -105,7 +105,7 @@ def unstack_experts(
     if not stacks:
         return checkpoint
     if derived is not None:
-        canonical_names = {matrix.name: matrix.canonical for matrix in matrices}
+        canonical_names = {matrix.name: matrix.canonical_name for matrix in matrices}
         derived = derived._replace(names={**derived.names, **canonical_names})
     return with_computed_tensors(
         checkpoint, computed_tensors, new_entries=new_entries, removed=stacks, declared=derived

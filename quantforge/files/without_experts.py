@@ -27,7 +27,7 @@ from quantforge.notation import parse_share
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Subjects of `Checkpoint.facts`: what `format_removed` says, and how many tensors of how many bytes.
+# Subjects of `Checkpoint.source_notes`: what `format_removed` says, and how many tensors of how many bytes.
 REMOVED_EXPERTS, DROPPED_HEADS = "removed_experts", "dropped_heads"
 _EXPERTS = "experts"  # the dimension that counts them
 _LAYER = re.compile(r"(\d+): (\d+(?: \d+)*)")
@@ -180,7 +180,7 @@ def remove_experts(
         config=_config_with_expert_count(source, model_layout, num_kept),
         new_entries=new_entries,
         removed=removed_names,
-        facts=facts,
+        source_notes=facts,
     )
 
 
@@ -239,7 +239,7 @@ def _expert_tensors(
     per_expert_names: list[tuple[str, ...]] = []
     stacked_axes: dict[str, int] = {}
     for item in kind.parameters:
-        if item.each == _EXPERTS:
+        if item.repeated_over == _EXPERTS:
             names = [
                 f"{block}.{item.name.format(n)}" for n in range(dimensions.family_sizes[_EXPERTS])
             ]
@@ -311,7 +311,7 @@ def remove_draft_heads(source: Checkpoint) -> Checkpoint:
         {},
         config=without_draft_heads(source.config),
         removed={tensor.header.name for tensor in heads},
-        facts={
+        source_notes={
             DROPPED_HEADS: f"{len(heads)} tensors that predict further tokens, {num_bytes:,} bytes"
         },
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 STRIP_WEIGHTS = 1 << 19  # weights that are decoded at a time
 WORD_BITS = 32  # rows whose zero points fill whole words, whatever their bits
-PRECISION = "precision"  # the subject of what is said of it, see `Checkpoint.facts`
+PRECISION = "precision"  # the subject of what is said of it, see `Checkpoint.source_notes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,9 @@ def decode_weights(
         config=unquantized_config(checkpoint),
         new_entries=decoded_entries,
         removed=used_names.union(left_out),
-        facts={PRECISION: ", ".join(precision for precision, _ in weight_counts.most_common())},
+        source_notes={
+            PRECISION: ", ".join(precision for precision, _ in weight_counts.most_common())
+        },
     )
 
 

@@ -281,7 +281,7 @@ def side_files(
         "quant_method": KEY,
         "bits": schemes[0].bits,
         "group_size": config_group_size(schemes[0]),
-        "desc_act": any(tensor.scattered for tensor in modules.values()),
+        "desc_act": any(tensor.has_group_index for tensor in modules.values()),
         "sym": all(scheme.symmetric for scheme in schemes),
         "lm_head": False,
         "checkpoint_format": checkpoint_format,

@@ -34,7 +34,7 @@ class Storage:
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the stored tensors of a quantized weight (all of it, or some of its rows) by name."""
         module = plan.name.removesuffix(".weight")
-        if plan.turned:
+        if plan.codes_transposed:
             return pack_transposed(module, tensor)
         return self._format.pack(module, tensor)
 
@@ -47,7 +47,7 @@ class Storage:
             replace(plan.scheme, weight=weight),
             plan.matrix,
             tuple(outputs),
-            transposed=plan.turned,
+            transposed=plan.codes_transposed,
         )
         return self._format.unpack(layout, outputs)
 
@@ -100,7 +100,7 @@ class GgufStorage(Storage):
             value = value.T.contiguous()
         if plan.plus_one:
             value = value.float() + 1
-        if plan.decay:
+        if plan.negate_exp:
             value = -value.float().exp()
         if math.prod(output.shape) == value.numel():  # a convolution has a dimension of one
             value = value.reshape(output.shape)
@@ -118,7 +118,7 @@ class GgufStorage(Storage):
         value = deinterleave_rotary_rows(output, plan.heads)
         if plan.plus_one:
             value = value - 1
-        if plan.decay:
+        if plan.negate_exp:
             value = (-value).log()
         if plan.transposed:
             value = value.T.contiguous()

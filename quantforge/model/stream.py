@@ -364,7 +364,9 @@ def _check_rows(rows: Tensor, dimensions: Dimensions, architecture: Architecture
             f"token id {low if low < 0 else high} is outside of the vocabulary of {dimensions.vocab}",
             "the tokenizer does not belong to this model",
         )
-    learned = any("positions" in size for item in architecture.outer for size in item.shape)
+    learned = any(
+        "positions" in size for item in architecture.outer_parameters for size in item.shape
+    )
     if learned and rows.shape[1] > dimensions.positions:
         raise InputError(
             f"rows of {rows.shape[1]} tokens, the model has {dimensions.positions} positions",

@@ -64,7 +64,7 @@ def running_layout(checkpoint: Checkpoint) -> Checkpoint:
         computed_tensors,
         new_entries=new_entries,
         removed={name for source in changed for name in source.stored},
-        facts={LAYOUT: RUNNING_LAYOUT},
+        source_notes={LAYOUT: RUNNING_LAYOUT},
     )
     _check_names(
         WeightMapping(model, [entry.to_stored_tensor() for entry in view.entries.values()]),

@@ -37,7 +37,7 @@ class Rotation:
     size: int
     signs: str
 
-    def along(self, value: Tensor, axis: int) -> None:
+    def rotate_axis(self, value: Tensor, axis: int) -> None:
         """Rotate the channels along an axis in place, each run of ``size`` channels separately.
 
         Args:

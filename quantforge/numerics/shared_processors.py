@@ -87,7 +87,7 @@ class ProcessorShare:
     def __init__(self) -> None:
         self._threads, self._system = _threads(), _times()
 
-    def so_far(self) -> float | None:
+    def current_share(self) -> float | None:
         """Return the share, from 0 to 1; None if the system does not count it, or no thread has run since."""
         ran = waited = 0
         for thread, (running, waiting) in _threads().items():

@@ -55,7 +55,9 @@ def random_row_share(
     if options.random_share is not None:
         return options.random_share
     inputs = (tensor.scheme.input for tensor in tensors if tensor.scheme is not None)
-    static_inputs = any(activation is not None and activation.measured for activation in inputs)
+    static_inputs = any(
+        activation is not None and activation.needs_calibration for activation in inputs
+    )
     measures_text = recipe.prune_experts or recipe.kv_cache != "none"
     text_only = (
         method_words[-1] != GPTQ or static_inputs or measures_text or options.importance_file

@@ -198,7 +198,7 @@ class CardCapacity:
         largest_context: largest context of all sequences that fits, up to the model's maximum position; 0 if none fits.
         seconds_per_token: roofline time of a decoding step; None if the bandwidth is unknown.
         tokens_per_second: roofline throughput of all sequences together.
-        bound: what limits the roofline: ``bandwidth`` or ``compute``.
+        limited_by: what limits the roofline: ``bandwidth`` or ``compute``.
         cost_per_million: price of a million tokens; None without a price.
     """
 
@@ -209,7 +209,7 @@ class CardCapacity:
     largest_context: int
     seconds_per_token: float | None
     tokens_per_second: float | None
-    bound: str
+    limited_by: str
     cost_per_million: float | None
 
 
@@ -246,13 +246,13 @@ class Capacity:
     def activation_bytes(self, batch: int | None = None) -> float:
         """Return the activation bytes of a step: the widest point of a block, and float32 logits of every sequence."""
         batch = batch or self.load.batch
-        width = 2 * self.hidden + self.traffic.widest / self.load.devices
+        width = 2 * self.hidden + self.traffic.max_layer_values / self.load.devices
         return (
             ACTIVATION_BYTES * max(batch, PREFILL_CHUNK) * width
             + FLOAT32_BYTES * batch * self.vocabulary
         )
 
-    def needed(self, batch: int | None = None, context: int | None = None) -> float:
+    def needed_bytes(self, batch: int | None = None, context: int | None = None) -> float:
         """Return the total bytes that one device needs."""
         batch, context = batch or self.load.batch, context or self.load.context
         cache_bytes = batch * self.cache.sequence_bytes(context)
@@ -263,7 +263,7 @@ class Capacity:
         weights = self.traffic.step_bytes(self.load.batch) / self.load.devices
         return weights + self.cache_bytes
 
-    def on(self, name: str, card: Card, price: float | None = None) -> CardCapacity:
+    def on_card(self, name: str, card: Card, price: float | None = None) -> CardCapacity:
         """Return the capacity and the roofline on one kind of GPU.
 
         Args:
@@ -283,16 +283,16 @@ class Capacity:
         return CardCapacity(
             name=name,
             card=card,
-            fits=bool(card.memory) and self.needed() <= usable_bytes,
+            fits=bool(card.memory) and self.needed_bytes() <= usable_bytes,
             largest_batch=_largest_fitting(
-                lambda n: self.needed(batch=n) <= usable_bytes, MAX_COUNT
+                lambda n: self.needed_bytes(batch=n) <= usable_bytes, MAX_COUNT
             ),
             largest_context=_largest_fitting(
-                lambda n: self.needed(context=n) <= usable_bytes, self.positions
+                lambda n: self.needed_bytes(context=n) <= usable_bytes, self.positions
             ),
             seconds_per_token=seconds,
             tokens_per_second=rate,
-            bound=bound,
+            limited_by=bound,
             cost_per_million=None
             if price is None or not rate
             else price * _MILLION / (_HOUR * rate),

@@ -78,14 +78,14 @@ class ConvertedLayer:
         target_scheme: its scheme in the target; None if it is decoded because the target cannot hold it.
         fit: how exactly the target holds it; DEPENDS_ON_VALUES if only the values tell.
         transposed: whether the model holds the weight as ``[in, out]``.
-        scattered: whether the target keeps the index of each column's group (desc_act).
+        has_group_index: whether the target keeps the index of each column's group (desc_act).
     """
 
     layout: ModuleLayout
     target_scheme: LayerScheme | None
     fit: Compatibility
     transposed: bool
-    scattered: bool = False
+    has_group_index: bool = False
 
     @property
     def name(self) -> str:
@@ -420,7 +420,7 @@ def _tensor_plan(
         outputs=outputs,
         block=_block_of(name),
         transposed=layer.transposed,
-        scattered=layer.scattered,
+        has_group_index=layer.has_group_index,
     )
 
 
@@ -578,7 +578,7 @@ def _with_common_group_size(
         new_scheme = replace(
             old_scheme, weight=replace(old_scheme.weight, granularity=PerGroup(size))
         )
-        result.append(replace(layer, target_scheme=new_scheme, scattered=False))
+        result.append(replace(layer, target_scheme=new_scheme, has_group_index=False))
         names.append(module)
         extra_bytes += _total_bytes(target.packed_tensors(module, new_scheme, shape))
         extra_bytes -= _total_bytes(target.packed_tensors(module, old_scheme, shape))
@@ -595,7 +595,7 @@ def _total_bytes(tensors: Iterable[StoredTensor]) -> int:
 
 def _scattered_note(layers: Iterable[ConvertedLayer]) -> tuple[str, ...]:
     """Return a note if any layer keeps columns scattered over groups (desc_act)."""
-    if not any(layer.scattered for layer in layers):
+    if not any(layer.has_group_index for layer in layers):
         return ()
     return ("desc_act stays true, with the same g_idx: not every engine of the format loads that",)
 

@@ -30,21 +30,25 @@ class Coverage:
     Attributes:
         share: quantized share of these weights; 1 if there are none.
         kept: bytes of layers that stay although no rule keeps them, by name, block indices merged, the largest first.
-        towers: bytes of what stays outside the decoder's blocks: other lists of modules, and large single tensors
-            except the embedding and the head.
+        outside_blocks: bytes of what stays outside the decoder's blocks: other lists of modules, and large single
+            tensors except the embedding and the head.
         sparse: share of the weights inside the blocks whose tensors are made sparse.
     """
 
     share: float
     kept: Mapping[str, int]
-    towers: Mapping[str, int]
+    outside_blocks: Mapping[str, int]
     sparse: float = 0.0
 
     def __str__(self) -> str:
         stays = f"; {_names_with_sizes(self.kept)} stay as they are" if self.kept else ""
         if self.sparse:
             return f"{self.sparse:.1%} of the weights inside blocks get zeros{stays}"
-        towers = f"; of other parts stay {_names_with_sizes(self.towers)}" if self.towers else ""
+        towers = (
+            f"; of other parts stay {_names_with_sizes(self.outside_blocks)}"
+            if self.outside_blocks
+            else ""
+        )
         return f"{self.share:.1%} of the weights inside blocks are quantized{stays}{towers}"
 
 

@@ -283,7 +283,7 @@ def _plan_file(
             *([] if family.arch in model_type_by_arch() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
             *tokenizer.notes,
         ),
-        late=tuple(
+        tensors_after_blocks=tuple(
             item.tensor.header.name for item in file_tensors
             if item.named.name == _OUTPUT and item.type.lower() in GGML_BLOCKS
         ),
@@ -333,7 +333,7 @@ def _model_name(checkpoint: Checkpoint) -> str:
     changes = [
         name_part(fact)
         for key, name_part in name_parts
-        if (fact := checkpoint.facts.get(key)) is not None
+        if (fact := checkpoint.source_notes.get(key)) is not None
     ]
     return "-".join((name, *changes))
 
@@ -640,7 +640,9 @@ def _tensor_table(
                 "a complete checkpoint holds every expert of every block",
                 tensor=first.tensor.header.name,
             )
-        tensors.append(GgufTensor(name, first.type, (len(items), *first.shape), pieces=len(items)))
+        tensors.append(
+            GgufTensor(name, first.type, (len(items), *first.shape), num_pieces=len(items))
+        )
     return sorted(tensors, key=lambda tensor: mixture.file_order(tensor.name))
 
 
@@ -668,11 +670,11 @@ def _tensor_plan(item: FileTensor, parameters: HyperParameters) -> TensorPlan:
         shared=tensor.shared_input,
         transposed=tensor.transposed,
         heads=family_heads,
-        by_rows=grid in GGML_BLOCKS and not tensor.transposed,
+        strip_by_strip=grid in GGML_BLOCKS and not tensor.transposed,
         plus_one=parameters.family.norm_plus_one
         and item.named.name.endswith("norm.weight")
         and not tensor.name.endswith(parameters.family.unshifted_norm_suffixes),
-        decay=tensor.name.endswith(parameters.family.decay_suffixes),
+        negate_exp=tensor.name.endswith(parameters.family.decay_suffixes),
         expert=tensor.expert,
     )
 

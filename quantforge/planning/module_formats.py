@@ -83,13 +83,13 @@ def plan_module_tensors(
         layers,
         (model_layout.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
-        transposed_codes=any(tensor.turned for tensor in tensors),
+        transposed_codes=any(tensor.codes_transposed for tensor in tensors),
         unstacked_experts=family is not None
         and family.publishes_stacked_experts
         and not family.loads_single_experts,
         quantized_embedding=planner.quantizes_embedding,
         unquantized=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
-        running_layout=LAYOUT in checkpoint.facts,
+        running_layout=LAYOUT in checkpoint.source_notes,
         unmapped_reason=unmapped_reason(
             family, checkpoint.config, (item.header.name for item in model_layout.tensors)
         ),
@@ -108,10 +108,10 @@ def plan_module_tensors(
                 if item.scheme and item.rule.startswith(tied_rule(file_format))
             ),
         ),
-        late=tuple(
+        tensors_after_blocks=tuple(
             tensor.name for tensor in tensors if tensor.scheme and tensor.name in planner.heads
         ),
-        untie=planner.unties,
+        unties_head=planner.unties,
         label=file_format.KEY,
     )
 
@@ -143,7 +143,7 @@ def _with_transposed_storage(file_format: Format, tensors: list[TensorPlan]) -> 
     return [
         replace(
             tensor,
-            turned=True,
+            codes_transposed=True,
             outputs=packed_transposed_tensors(
                 tensor.name.removesuffix(".weight"), tensor.scheme, tensor.matrix
             ),

@@ -184,7 +184,7 @@ def _scheme_word(layer: LayerScheme, key: str, *, exported: bool) -> str:
     aliases = {_without_default_scale(parse_layer(text)): alias for alias, text in ALIASES.items()}
     if layer_scheme.input is not None and layer_scheme in aliases:
         return aliases[layer_scheme].lower().replace("_", "-")
-    grid = GRIDS[layer_scheme.weight.grid].short or layer_scheme.weight.grid
+    grid = GRIDS[layer_scheme.weight.grid].short_name or layer_scheme.weight.grid
     default_fields = {
         field
         for format_key in {key, DEFAULT_FORMAT}

@@ -137,7 +137,7 @@ class NeededStatistics:
         inputs = [tensor.scheme.input for tensor in partial_plan.tensors if tensor.scheme]
         needed = (
             statistics_for_inputs(inputs)
-            if any(activation.measured for activation in inputs if activation)
+            if any(activation.needs_calibration for activation in inputs if activation)
             else frozenset()
         )
         if self.recipe.kv_cache != "none":

@@ -90,7 +90,7 @@ def facts(checkpoint: Checkpoint) -> tuple[Note, ...]:
             f"source {subject.replace('_', ' ')}: {message}",
             NoteKind.SOURCE if subject in (*CHANGE_FACTS, QUANTIZATION) else NoteKind.FACT,
         )
-        for subject, message in checkpoint.facts.items()
+        for subject, message in checkpoint.source_notes.items()
     )
 
 

@@ -24,8 +24,8 @@ class PartialPlan:
     engines: tuple[EngineVerdict, ...]
     substitutions: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
-    late: tuple[str, ...] = ()
-    untie: bool = False
+    tensors_after_blocks: tuple[str, ...] = ()
+    unties_head: bool = False
     label: str = ""
 
     def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:

@@ -72,7 +72,7 @@ class RunSizes:
         needs: the statistics to collect; if empty, no calibration rows pass through the model.
         in_memory: whether hidden states are held in memory and not on disk.
         workers: number of strips of rows that are rounded in parallel, see `settings.rounding_workers`.
-        guide: number of strips of a matrix that have a guided Hessian of their own; 0 without a backward pass.
+        guided_strips: number of strips of a matrix that have a guided Hessian of their own; 0 without a backward pass.
         tune: number of tuning epochs; 0 for none.
         source_transforms: the transforms that change the whole source before the run.
     """
@@ -83,7 +83,7 @@ class RunSizes:
     needs: frozenset[Statistic]
     in_memory: bool
     workers: int
-    guide: int = 0
+    guided_strips: int = 0
     tune: int = 0
     source_transforms: tuple[str, ...] = ()
 
@@ -179,9 +179,9 @@ def group_by_shared_input(
 def can_round_in_strips(tensor: TensorPlan) -> bool:
     """Return whether strips of rows can be rounded separately: rows share no scale and no input is measured."""
     layer = tensor.scheme
-    if tensor.by_rows or layer is None:
-        return tensor.by_rows
-    has_measured_input = layer.input is not None and layer.input.measured
+    if tensor.strip_by_strip or layer is None:
+        return tensor.strip_by_strip
+    has_measured_input = layer.input is not None and layer.input.needs_calibration
     return not (tensor.transposed or layer.weight.rows_share_parameters or has_measured_input)
 
 
@@ -194,16 +194,18 @@ def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:
     workspace = METHODS[run.method_words[-1]].workspace
     rounding = workspace.part * part_weights + workspace.matrices * max(sizes)
     first = group[0]
-    if (first.by_rows and (not run.needs or first.block < 0)) or (
+    if (first.strip_by_strip and (not run.needs or first.block < 0)) or (
         can_round_in_strips(first) and not run.needs
     ):
         rounding = STRIP_COPIES * run.workers * min(max(sizes), STRIP_ELEMENTS)
         rounding += sum(
             METHODS[transform].workspace.matrices for transform in run.source_transforms
         ) * max(sizes)
-        rounding += 0 if first.by_rows else JOINED_CODE_COPIES * max(sizes)
+        rounding += 0 if first.strip_by_strip else JOINED_CODE_COPIES * max(sizes)
         compiles_loops = max(sizes) >= COMPILED_FROM
-        compiler = STRIP_COMPILER_BYTES if first.by_rows else workspace.compiler * compiles_loops
+        compiler = (
+            STRIP_COMPILER_BYTES if first.strip_by_strip else workspace.compiler * compiles_loops
+        )
     else:
         rounding += CODE_COPIES * sum(sizes)
         compiled = (part_weights // 2 if hessian_size else max(sizes)) >= COMPILED_FROM
@@ -343,7 +345,9 @@ def state_copies(model_layout: ModelLayout) -> int:
 def spread_experts(model_layout: ModelLayout) -> int:
     """Return the number of experts to which a layer copies every token before they run; 0 if it does not copy."""
     kinds_with_routing = (
-        kind for kind in model_layout.layers if any(stack.repeats_tokens for stack in kind.stacks)
+        kind
+        for kind in model_layout.layers
+        if any(stack.takes_weighted_tokens for stack in kind.stacks)
     )
     return max(
         (shared.expert + 1 for kind in kinds_with_routing for shared in kind.inputs), default=0

@@ -167,7 +167,7 @@ def make_plan(
         needs=needs,
         in_memory=settings.activations == "memory",
         workers=rounding_workers(settings),
-        guide=recipe.guided_hessians or 0,
+        guided_strips=recipe.guided_hessians or 0,
         tune=recipe.tune or 0,
         source_transforms=source_transforms(recipe.method),
     )
@@ -177,13 +177,19 @@ def make_plan(
         *coverage.events(tensors, model_layout.config),
     )
     guide_bytes = (
-        guide_disk_bytes(run.guide, tensors, model_layout, run.calibration) if run.guide else 0
+        guide_disk_bytes(run.guided_strips, tensors, model_layout, run.calibration)
+        if run.guided_strips
+        else 0
     )
     run_notes = [
         *self_generated_note(run, model_layout),
         *(row_notes(run.calibration, checkpoint.path) if needs else ()),
         *(check_length(run.calibration, model_layout.config) if needs else ()),
-        *([guide_note(run.guide, run.calibration, guide_bytes)] if run.guide else []),
+        *(
+            [guide_note(run.guided_strips, run.calibration, guide_bytes)]
+            if run.guided_strips
+            else []
+        ),
         *([tune_note(run.tune, run.calibration, model_layout)] if run.tune else []),
     ]
     peak = peak_bytes(model_layout, tensors, run)
@@ -246,11 +252,11 @@ def make_plan(
             *late_notes,
         ),
         not_copied=not_copied(checkpoint),
-        late=partial_plan.late,
+        tensors_after_blocks=partial_plan.tensors_after_blocks,
         needs=tuple(sorted(statistics_needed)),
-        guided_hessians=run.guide,
+        guided_hessians=run.guided_strips,
         tune=run.tune,
-        untie=partial_plan.untie,
+        unties_head=partial_plan.unties_head,
         work=work,
     )
     return Planned(plan, model_layout, files, recipe)
@@ -416,7 +422,7 @@ def with_transformers_verdict(checkpoint: Checkpoint, partial_plan: PartialPlan)
     from quantforge.model import transformers_loading  # torch, which planning does without
 
     config = unquantized_config(checkpoint)
-    config = untie_config(config) if partial_plan.untie else config
+    config = untie_config(config) if partial_plan.unties_head else config
     engines = transformers_loading.resolve_verdicts(
         partial_plan.engines, config, partial_plan.tensors
     )

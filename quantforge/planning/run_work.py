@@ -58,7 +58,7 @@ def seconds_of(work: RunWork, threads: int) -> dict[str, float]:
     """Return the seconds of every step of a run; threads share operations, but one thread computes digests."""
     return {
         "start": STARTUP_SECONDS,
-        "read": work.reads * work.source_bytes / BYTES_PER_SECOND,
+        "read": work.source_reads * work.source_bytes / BYTES_PER_SECOND,
         **{
             step: count / OPERATIONS_PER_SECOND / threads for step, count in work.operations.items()
         },
@@ -100,7 +100,7 @@ def run_work(
     )
     transform_passes = sum(METHODS[transform].work.weights for transform in run.source_transforms)
     counts["round"] += transform_passes * sum(math.prod(tensor.shape) for tensor in tensors)
-    reads = 2 + 2 * bool(run.guide) + _tuning_reads(model_layout, run)
+    reads = 2 + 2 * bool(run.guided_strips) + _tuning_reads(model_layout, run)
     written_states = states_bytes(model_layout, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
     return RunWork(files[0], reads, files[1], written_states, guide_bytes, steps)
@@ -128,7 +128,9 @@ def with_measuring(
         + counts["round"] * candidates * sampled_weights / weights
     )
     return replace(
-        work, reads=work.reads + 3, operations={**work.operations, "measure": measured_operations}
+        work,
+        source_reads=work.source_reads + 3,
+        operations={**work.operations, "measure": measured_operations},
     )
 
 
@@ -169,7 +171,7 @@ def _pass_operations(
     )
     per_pass = weights + tokens * model_layout.blocks * token_operations
     return per_pass * (
-        1.0 + BACKWARD_PASSES * bool(run.guide) + epoch_passes(model_layout) * run.tune
+        1.0 + BACKWARD_PASSES * bool(run.guided_strips) + epoch_passes(model_layout) * run.tune
     )
 
 

@@ -165,9 +165,9 @@ class SizeBudget:
     def possible_range(self, min_bytes: int, max_bytes: int) -> str:
         """Return the range of sizes that can be requested, given the fewest and most bytes of linears."""
         low, high = (self.other + nbytes / self.bytes_per_unit for nbytes in (min_bytes, max_bytes))
-        return f"from {self._typed(low, math.ceil)} to {self._typed(high, math.floor)}"
+        return f"from {self._format_size(low, math.ceil)} to {self._format_size(high, math.floor)}"
 
-    def _typed(self, value: float, rounding: Callable[[float], int]) -> str:
+    def _format_size(self, value: float, rounding: Callable[[float], int]) -> str:
         """Return a size as a user would type it, rounded so that it stays within the possible range."""
         unit, load = "bpw", self.target.load
         if self.target.bits is None:
@@ -186,7 +186,7 @@ class SizeBudget:
         used_memory = replace(
             self.other_memory, traffic=replace(traffic, held=traffic.held + linears)
         )
-        tokens = used_memory.on("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
+        tokens = used_memory.on_card("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
         return (
             f" (weights {size(used_memory.weights_bytes)} or more, cache {size(used_memory.cache_bytes)}, working"
             f" {size(used_memory.activation_bytes())}, and {1 - USABLE_MEMORY_SHARE:.0%} spare)"
@@ -252,7 +252,7 @@ def size_budget(target: SizeTarget, planned: Planned) -> SizeBudget:
     )
     return SizeBudget(
         target,
-        other_memory.needed() / USABLE_MEMORY_SHARE,
+        other_memory.needed_bytes() / USABLE_MEMORY_SHARE,
         USABLE_MEMORY_SHARE * target.load.devices,
         other_memory,
     )

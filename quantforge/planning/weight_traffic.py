@@ -30,23 +30,24 @@ class WeightTraffic:
 
     Attributes:
         held: bytes of all weights in memory.
-        dense, dense_weights: bytes that every step reads, and the number of these weights.
-        routed, routed_weights: bytes and number of the weights of all experts.
+        dense_bytes, dense_weights: bytes that every step reads, and the number of these weights.
+        routed_bytes, routed_weights: bytes and number of the weights of all experts.
         share: share of the experts that one token is routed to; 1 without experts or if unknown.
-        widest: largest number of values per token that linears with the same input read and produce, in any block.
+        max_layer_values: largest number of values per token that linears with the same input read and produce, in any
+            block.
     """
 
     held: int
-    dense: int
+    dense_bytes: int
     dense_weights: int
-    routed: int
+    routed_bytes: int
     routed_weights: int
     share: float
-    widest: int
+    max_layer_values: int
 
     def step_bytes(self, batch: int) -> float:
         """Return the bytes of weights that a decoding step of ``batch`` sequences reads."""
-        return self.dense + self.routed * (1 - (1 - self.share) ** batch)
+        return self.dense_bytes + self.routed_bytes * (1 - (1 - self.share) ** batch)
 
     @property
     def token_weights(self) -> float:

@@ -65,7 +65,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
         f" {len(stream.norms)} norms in their readers"
     )
     if not model_layout.tied:
-        return with_computed_tensors(source, computed_tensors, facts={ROTATION: description})
+        return with_computed_tensors(source, computed_tensors, source_notes={ROTATION: description})
     base = model_layout.by_name[embedding].header
     duplicate = stored[head] if model_layout.stores_tied_head else ""
     computed_tensors[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
@@ -77,7 +77,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
         computed_tensors,
         config=config,
         new_entries=new_entries,
-        facts={ROTATION: description},
+        source_notes={ROTATION: description},
     )
 
 
@@ -123,7 +123,7 @@ class RotatedTensorReader:
         if self.gain:
             gain = checkpoint.read(self.gain).float() + self.offset
             value *= gain.view(-1, *[1] * (value.dim() - 1 - self.axis))
-        self.rotation.along(value, self.axis)
+        self.rotation.rotate_axis(value, self.axis)
         return value
 
 

@@ -31,10 +31,10 @@ def open_correction(path: Path) -> Adapter:
     adapter = open_adapter(path)
     unsupported = [
         change
-        for change in adapter.changes.values()
+        for change in adapter.low_rank_updates.values()
         if change.embedding or change.magnitude or change.bias
     ]
-    if adapter.replaced or unsupported:
+    if adapter.replaced_tensors or unsupported:
         raise UsageError(
             f"--correction {path}: it changes more than products of linears",
             "merge it into the source: --adapter DIR",
@@ -49,12 +49,14 @@ def add_adapter(loaded: Loaded, adapter: Adapter) -> Loaded:
         InputError: the model has no such linear, or one of another shape; or a value is not finite.
     """
     added_bytes = 0
-    for module, change in adapter.changes.items():
+    for module, change in adapter.low_rank_updates.items():
         linear = _find_linear(loaded.model, module, change, adapter.path)
         a, b = (_load_factor(entry, loaded) for entry in (change.a, change.b))
         linear.register_forward_hook(_LowRankHook(a, b, change.scaling))
         added_bytes += change.a.nbytes + change.b.nbytes
-    ranks = "/".join(map(str, sorted({change.a.shape[0] for change in adapter.changes.values()})))
+    ranks = "/".join(
+        map(str, sorted({change.a.shape[0] for change in adapter.low_rank_updates.values()}))
+    )
     size = loaded.weight_bytes + added_bytes
     return replace(
         loaded,

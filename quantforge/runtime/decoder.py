@@ -117,7 +117,7 @@ class Decoder:
         self, model: PreTrainedModel, join: bool = True, scales: LayerScales | None = None
     ) -> None:
         family = decoder_family(model.config.model_type)
-        if family is None or family.complete_graph is None or not supports(model):
+        if family is None or family.graph_if_complete is None or not supports(model):
             raise RefusedError(
                 f"model_type {model.config.model_type!r} is not computed by the own decoder",
                 "such models run through transformers",
@@ -133,7 +133,7 @@ class Decoder:
         self.positions: int = config.max_position_embeddings
         self.vocabulary = len(self._embedding.weight)
         self._output: nn.Module = model.get_output_embeddings()
-        self._graph = family.complete_graph
+        self._graph = family.graph_if_complete
         self._norm: Any = model.get_submodule(family.final_norm)
         self._epsilon: float | None = getattr(config, "rms_norm_eps", None)  # None: not RMSNorm
         self._offset = family.norm_offset
@@ -401,7 +401,7 @@ def build_layer(
     block: Any, family: Architecture, model: Any, index: int, join: bool
 ) -> DecoderLayer:
     """Build the `DecoderLayer` of a transformers block; ``join`` fuses linears that have the same input."""
-    graph, config = family.complete_graph, model.config
+    graph, config = family.graph_if_complete, model.config
     assert graph is not None  # see `decoder_family`
     attention = getattr(block, graph.attention_module)
     window = getattr(

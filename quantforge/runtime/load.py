@@ -166,7 +166,7 @@ def load(
         model=model,
         path=checkpoint.path,
         format=model_format.KEY,
-        scheme=checkpoint.facts.get(PRECISION) or scheme_shares(layouts, checkpoint.dtype),
+        scheme=checkpoint.source_notes.get(PRECISION) or scheme_shares(layouts, checkpoint.dtype),
         bits_per_weight=bits,
         bits_per_weight_total=total,
         weight_bytes=stored_bytes,
@@ -213,7 +213,7 @@ def _sizes(
 ) -> tuple[float, float, int]:
     """Return `stored_sizes`, corrected for sources whose files are smaller than the tensors decoded from them."""
     bits, total, size = stored_sizes(model_layout, layouts, stored)
-    if PRECISION in checkpoint.facts:
+    if PRECISION in checkpoint.source_notes:
         size = sum(entry.nbytes for entry in checkpoint.original.entries.values())
         bits = total = total * size / sum(item.nbytes for item in stored.values())
     return bits, total, size

@@ -50,7 +50,7 @@ def find_shards(
         RefusedError: the model cannot be split; the message says why.
     """
     family, sizes = model_layout.architecture, model_layout.dimensions
-    if family is None or sizes is None or family.complete_graph is None or not supports(model):
+    if family is None or sizes is None or family.graph_if_complete is None or not supports(model):
         raise _cannot_split(
             f"model_type {model_layout.model_type!r} is not computed by the own decoder"
         )
@@ -87,7 +87,7 @@ def _shard_of_parameter(
     family, sizes = model_layout.architecture, model_layout.dimensions
     assert family is not None
     assert sizes is not None
-    graph = family.complete_graph
+    graph = family.graph_if_complete
     assert graph is not None
     owner, _, leaf = item.name.rpartition(".")
     if owner not in kind.linears:

@@ -137,7 +137,9 @@ class TextModel:
             with as_input_errors(RAW_HINT):
                 text = template.render(Conversation(messages), add_generation_prompt=True)
             with as_input_errors():
-                ids = tokenizer.encode_all(text, "the prompt in the model's chat template")
+                ids = tokenizer.encode_with_special_tokens(
+                    text, "the prompt in the model's chat template"
+                )
         if not ids:
             raise InputError("the prompt has no token", "say something")
         return ids
@@ -199,7 +201,7 @@ class StreamingCompletion:
                     else self._stream_beam_search()
                 )
         finally:
-            self._processor_share = processor_share.so_far()
+            self._processor_share = processor_share.current_share()
 
     def _stream_sampled(self) -> Iterator[str]:
         finished = set[int]()

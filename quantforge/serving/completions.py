@@ -258,7 +258,9 @@ def _encode_prompt(processor: TextProcessor, prompt: Prompt, location: str) -> S
         ):
             text = processor.template.render(prompt, add_generation_prompt=True)
         with source_error_as_refusal("messages"):
-            return tokenizer.encode_all(text, "messages, in the model's chat template")
+            return tokenizer.encode_with_special_tokens(
+                text, "messages, in the model's chat template"
+            )
     with source_error_as_refusal("prompt"):
         if not isinstance(prompt, str):
             tokenizer.check(prompt, location)
@@ -336,7 +338,7 @@ class CompletionDocuments:
         choices = [self.choice(*numbered, complete=False) for numbered in pieces]
         return {**self._head, "object": self.CHUNK, "choices": choices}
 
-    def opening(self, index: int) -> dict[str, Any] | None:  # noqa: ARG002 (of chats)
+    def first_chunk(self, index: int) -> dict[str, Any] | None:  # noqa: ARG002 (of chats)
         """Return the chunk that precedes the first piece of a completion, or None."""
         return None
 
@@ -373,7 +375,7 @@ class ChatDocuments(CompletionDocuments):
 
     PREFIX, COMPLETE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def first_chunk(self, index: int) -> dict[str, Any]:
         """Return the chunk that declares the role of the message."""
         chunk = self.chunk((index, TextPiece()))
         chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}

@@ -207,7 +207,7 @@ class Message(_StrictObject):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(description=CONTENT)
 
     @property
-    def turn(self) -> dict[str, str]:
+    def template_message(self) -> dict[str, str]:
         """Return the message for chat templates, with the role ``developer`` mapped to ``system``."""
         content = self.content
         text = (
@@ -252,7 +252,7 @@ class ChatBody(CommonBody):
     @property
     def prompts(self) -> Sequence[Prompt]:
         """Return the conversation as the only prompt."""
-        turns = [message.turn for message in self.messages]
+        turns = [message.template_message for message in self.messages]
         return [Conversation(turns, documents=self.documents, kwargs=self.chat_template_kwargs)]
 
     @property

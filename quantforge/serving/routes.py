@@ -299,7 +299,7 @@ async def _stream_documents(
     usage_field = {"usage": None} if body.stream_options.include_usage else {}
     opened_choices: set[int] = set()
     async for index, piece in pieces:
-        opening = None if index in opened_choices else documents.opening(index)
+        opening = None if index in opened_choices else documents.first_chunk(index)
         opened_choices.add(index)
         if opening is not None:
             yield {**opening, **usage_field}

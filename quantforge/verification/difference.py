@@ -49,33 +49,34 @@ class Difference:
 
     Attributes:
         first, second: paths of the models.
-        stated: differing entries of the configurations, manifests and recipes, ``{key: [first, second]}``.
-        only: names of tensors that only one model has, ``{"first": [...], "second": [...]}``.
+        recorded_differences: differing entries of the configurations, manifests and recipes, ``{key: [first,
+            second]}``.
+        unmatched_tensors: names of tensors that only one model has, ``{"first": [...], "second": [...]}``.
         tensors: signal-to-noise ratio in decibels of the tensors that differ (infinite: stored differently but equal in
             value; -infinite: the first is zero, or a value is not finite; NaN: the shapes differ).
         files: names of side files that differ or that only one model has.
         compared: number of tensors that both models have.
-        alone: side files that only one model has, ``{"first": [...], "second": [...]}``.
-        unstated: which of ``manifest`` and ``recipe`` each model lacks, in the same form.
+        unmatched_files: side files that only one model has, ``{"first": [...], "second": [...]}``.
+        missing_records: which of ``manifest`` and ``recipe`` each model lacks, in the same form.
         uncompared: names of side files that only one container stores as files.
     """
 
     first: Path
     second: Path
-    stated: Mapping[str, list[Any]]
-    only: Mapping[str, list[str]]
+    recorded_differences: Mapping[str, list[Any]]
+    unmatched_tensors: Mapping[str, list[str]]
     tensors: Mapping[str, float]
     files: list[str]
     compared: int
-    alone: Mapping[str, list[str]]
-    unstated: Mapping[str, list[str]]
+    unmatched_files: Mapping[str, list[str]]
+    missing_records: Mapping[str, list[str]]
     uncompared: list[str]
 
     @property
     def equal(self) -> bool:
         """Return whether values and files are equal, regardless of how they were made and are stored."""
         has_changed = any(value != math.inf for value in self.tensors.values())
-        return not has_changed and not self.files and not any(self.only.values())
+        return not has_changed and not self.files and not any(self.unmatched_tensors.values())
 
     def document(self) -> dict[str, Any]:
         """Return the difference as plain data (``quantforge.diff/2``)."""
@@ -84,8 +85,8 @@ class Difference:
             "first": str(self.first),
             "second": str(self.second),
             "equal": self.equal,
-            "recorded": dict(self.stated),
-            "tensors_only_in": dict(self.only),
+            "recorded": dict(self.recorded_differences),
+            "tensors_only_in": dict(self.unmatched_tensors),
             "tensors": [
                 {
                     "name": name,
@@ -96,9 +97,9 @@ class Difference:
             ],
             "compared_tensors": self.compared,
             "files": self.files,
-            "files_only_in": dict(self.alone),
+            "files_only_in": dict(self.unmatched_files),
             "files_not_compared": self.uncompared,
-            "not_recorded": dict(self.unstated),
+            "not_recorded": dict(self.missing_records),
         }
 
 
@@ -130,15 +131,15 @@ def difference(first: Path, second: Path) -> Difference:
     return Difference(
         first=first,
         second=second,
-        stated=_differing_entries(*entries),
-        only=_exclusive_names(*names),
+        recorded_differences=_differing_entries(*entries),
+        unmatched_tensors=_exclusive_names(*names),
         tensors=tensors,
         files=sorted(
             {*differing, *_differing_model_files(first_model.checkpoint, second_model.checkpoint)}
         ),
         compared=len(common_names),
-        alone=_exclusive_names(*(files_of_side.keys() for files_of_side in files)),
-        unstated={
+        unmatched_files=_exclusive_names(*(files_of_side.keys() for files_of_side in files)),
+        missing_records={
             "first": _missing_documents(entries[0]),
             "second": _missing_documents(entries[1]),
         },

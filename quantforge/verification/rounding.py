@@ -73,12 +73,12 @@ class RoundingError:
         groups: errors of groups, ``[out, groups]``, with `group_width` columns each.
         columns: ``[in]``, contribution of each column to the error at the outputs, as a share of the error of rounding
             the whole matrix to nearest; negative for a column that compensates others.
-        shift: mean error of the median group, in grid steps; 0 if there are no steps.
+        mean_shift: mean error of the median group, in grid steps; 0 if there are no steps.
         scale_high, scale_low: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, relative to those of ``P``
             if these are above 1. Rounding usually lowers both; too large scales raise the first, too small ones the
             second.
         cosine: cosine similarity of ``Q`` and ``T``; 1 if both are zero.
-        squared: squared error of the weights.
+        squared_error: squared error of the weights.
         size: squared weights of the source.
     """
 
@@ -86,16 +86,16 @@ class RoundingError:
     rows: Tensor
     groups: Tensor
     columns: Tensor
-    shift: float
+    mean_shift: float
     scale_high: float
     scale_low: float
     cosine: float
-    squared: float
+    squared_error: float
     size: float
 
     def to_json(self) -> dict[str, float]:
         """Return the main figures as plain data."""
-        ratio = self.size / self.squared if self.squared else math.inf
+        ratio = self.size / self.squared_error if self.squared_error else math.inf
         decibels = 10 * math.log10(ratio) if 0 < ratio < math.inf else ratio or -math.inf
         return {
             "snr_db": round(decibels, 3),
@@ -138,7 +138,7 @@ def group_width(scheme: Scheme, columns: int) -> int:
 
     It is the size of a group, or more if groups are small or do not divide a row.
     """
-    size = scheme.block.group if scheme.block else scheme.group_size(columns)
+    size = scheme.block.group_size if scheme.block else scheme.group_size(columns)
     if size < MIN_GROUP_WIDTH or columns % size:
         return next((width for width in (128, 64, 32) if columns % width == 0), columns)
     return size
@@ -234,13 +234,13 @@ def measure_rounding(
         rows=torch.minimum(_ratio(*by_weights), _ratio(*by_outputs)),
         groups=_ratio(errors, floor),
         columns=sums["columns"].sum(0) / max(float(floor_outputs.sum()), 1e-300),
-        shift=float(sums["shifts"].median()),
+        mean_shift=float(sums["shifts"].median()),
         scale_high=_median_ratio(sums["tq"], sums["tt"])
         / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
         scale_low=_median_ratio(sums["tq"], sums["qq"])
         / max(_median_ratio(sums["tp"], sums["pp"]), 1.0),
         cosine=tq / (tt * qq) ** 0.5 if tt and qq else float(tt == qq),
-        squared=max(tt - 2 * tq + qq, 0.0),
+        squared_error=max(tt - 2 * tq + qq, 0.0),
         size=tt,
     )
 
@@ -333,8 +333,8 @@ def unusual_errors(
         yield f"the median scale is {error.scale_high:.3f} times what fits the source's weights"
     if error.scale_low > 1 + MAX_SCALE_DEFICIT and not scheme.has_power_of_two_scales:
         yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
-    if abs(error.shift) > ROUNDED_DOWN_SHIFT:
-        yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
+    if abs(error.mean_shift) > ROUNDED_DOWN_SHIFT:
+        yield f"the median group is {error.mean_shift:+.2f} steps of the grid off the source's: not rounded to nearest"
     large_rows = error.rows > MAX_ROW_ERROR * limit_factor
     if bool(large_rows.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"

@@ -367,8 +367,8 @@ class TensorChecks:
             text, proven = damage
             (self._report.add if proven else self._report.warn)("group-error", name, text)
             return
-        if abs(error.shift) > OFF_BY_ONE_SHIFT:
-            text = f"the median group is {error.shift:+.2f} steps of the grid off the source's"
+        if abs(error.mean_shift) > OFF_BY_ONE_SHIFT:
+            text = f"the median group is {error.mean_shift:+.2f} steps of the grid off the source's"
             text += ": zero points or codes are off by one"
             self._report.add("zero-points", name, text)
             return
@@ -408,11 +408,11 @@ class TensorChecks:
         size = float((value * value).sum(dtype=torch.float64))
         factor = float((value * target).sum(dtype=torch.float64)) / (size or 1.0)
         remaining_error = float((factor * value - target).square().sum())
-        usual_error = error.squared / max(error.whole, 1.0) * MAX_TENSOR_ERROR
+        usual_error = error.squared_error / max(error.whole, 1.0) * MAX_TENSOR_ERROR
         if (
             not size
             or abs(factor - 1) <= 0.02
-            or remaining_error >= min(usual_error, 0.5 * error.squared)
+            or remaining_error >= min(usual_error, 0.5 * error.squared_error)
         ):
             return None
         if factor <= 0:

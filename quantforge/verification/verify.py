@@ -181,7 +181,7 @@ def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> N
         artifact.layouts
         or quantization_config(source.checkpoint.original.config)  # a quantized source, decoded
         or not report.path.is_dir()
-        or not source.checkpoint.facts.keys().isdisjoint(CHANGE_FACTS)
+        or not source.checkpoint.source_notes.keys().isdisjoint(CHANGE_FACTS)
     ):
         return  # it is quantized, a file, or the whole source was changed
     entries, source_entries = artifact.checkpoint.entries, source.checkpoint.entries

@@ -74,7 +74,7 @@ def test_the_token_that_begins_rows_stays(tmp_path):
     words = tokenizer(tmp_path, bos_template())
     assert words.bos_id == 0
     request = RowRequest(rows=16, length=32)
-    plain, found = draw(request, words), draw(replace(request, random=0.25), words)
+    plain, found = draw(request, words), draw(replace(request, random_share=0.25), words)
     assert len(replaced(plain, found)) == 4
     assert (found.ids[:, 0] == 0).all()
     assert (found.ids[:, 1:] > 1).any(1).all()

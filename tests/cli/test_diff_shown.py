@@ -22,8 +22,8 @@ def test_what_is_left_out_is_counted(capsys):
     only = {"first": [f"x{number}" for number in range(MAX_LISTED + 2)], "second": []}
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
-        **models, stated={}, only=only, tensors=many, files=["a.json", "b.json"], compared=len(many),
-        alone={"first": [], "second": ["b.json"]}, unstated={}, uncompared=[],
+        **models, recorded_differences={}, unmatched_tensors=only, tensors=many, files=["a.json", "b.json"],
+        compared=len(many), unmatched_files={"first": [], "second": ["b.json"]}, missing_records={}, uncompared=[],
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
@@ -57,8 +57,8 @@ def test_what_one_side_does_not_state_is_told_once_and_of_which_side(capsys):
     }
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
-        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={},
-        unstated={"first": ["manifest"], "second": []}, uncompared=[],
+        **models, recorded_differences=stated, unmatched_tensors={}, tensors={}, files=[], compared=1,
+        unmatched_files={}, missing_records={"first": ["manifest"], "second": []}, uncompared=[],
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
@@ -78,8 +78,8 @@ def test_one_field_that_a_recipe_lacks_is_not_told_as_no_recipe(capsys):
     stated = {"recipe.tune": [None, 0]}
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
-        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={},
-        unstated={"first": [], "second": []}, uncompared=[],
+        **models, recorded_differences=stated, unmatched_tensors={}, tensors={}, files=[], compared=1,
+        unmatched_files={}, missing_records={"first": [], "second": []}, uncompared=[],
     )  # fmt: skip
     _show(Console(), found)
     assert capsys.readouterr().out.splitlines()[2] == "recipe.tune: not stated | 0"
@@ -103,13 +103,13 @@ def test_every_field_that_differs_has_its_line(capsys):
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
         **models,
-        stated=stated,
-        only={},
+        recorded_differences=stated,
+        unmatched_tensors={},
         tensors={},
         files=[],
         compared=1,
-        alone={},
-        unstated={},
+        unmatched_files={},
+        missing_records={},
         uncompared=[],
     )
     _show(Console(), found)

@@ -131,7 +131,7 @@ def test_every_verb_that_works_tells_where_it_is(model, made, tmp_path):
 
 
 def test_a_log_gets_a_line_for_each_phase_and_each_tenth(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(LineMeter, "hold", 0.0)
+    monkeypatch.setattr(LineMeter, "initial_delay", 0.0)
     told = command(
         capsys, "quantize", model, "--method", "gptq", "--bits", "4", *ROWS, "-o", tmp_path / "o"
     ).err
@@ -144,7 +144,7 @@ def test_a_log_gets_a_line_for_each_phase_and_each_tenth(model, tmp_path, capsys
 
 
 def test_work_without_a_phase_is_told_once(capsys, monkeypatch):
-    monkeypatch.setattr(LineMeter, "hold", 0.0)
+    monkeypatch.setattr(LineMeter, "initial_delay", 0.0)
     with LineMeter(str) as lines:
         lines.show(Progress(step="files and digests"))
         time.sleep(0.8)  # three beats
@@ -157,7 +157,7 @@ def test_work_without_a_phase_is_told_once(capsys, monkeypatch):
 
 
 def test_parts_of_work_without_a_phase_get_a_line_for_each_tenth(capsys, monkeypatch):
-    monkeypatch.setattr(LineMeter, "hold", 0.0)
+    monkeypatch.setattr(LineMeter, "initial_delay", 0.0)
     with LineMeter(str) as lines:
         for number in range(100):
             lines.show(Progress(share=number / 100, part=f"tensor {number}"))
@@ -165,7 +165,7 @@ def test_parts_of_work_without_a_phase_get_a_line_for_each_tenth(capsys, monkeyp
 
 
 def test_a_part_of_a_run_is_named_for_people_in_words(capsys, monkeypatch):
-    monkeypatch.setattr(LineMeter, "hold", 0.0)
+    monkeypatch.setattr(LineMeter, "initial_delay", 0.0)
     with LineMeter(str) as lines:
         lines.show(Progress(phase="rounding", step="outer"))
     with JsonLineMeter(str) as lines:

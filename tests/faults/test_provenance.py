@@ -86,7 +86,7 @@ def test_a_difference_names_recipe_tensors_and_files(result, model, tmp_path, ca
     quantize(model, tmp_path / "m", recipe(scheme="int8:g32:sym"))
     (tmp_path / "m" / "chat_template.jinja").write_text("{{ 'x' }}")
     found = difference(result, tmp_path / "m")
-    assert found.stated["recipe.scheme"] == ["int4:g32:sym", "int8:g32:sym"]
+    assert found.recorded_differences["recipe.scheme"] == ["int4:g32:sym", "int8:g32:sym"]
     assert found.files == ["chat_template.jinja"]
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in found.tensors} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # fmt: skip
@@ -122,10 +122,10 @@ def test_a_recipe_without_one_field_is_still_a_recipe(result, tmp_path):
     assert lacking != document["recipe"]
     (again / NAME).write_text(json.dumps(document | {"recipe": lacking}))
     found = difference(result, again)
-    assert found.stated == {"recipe.tune": [0, None]}
-    assert found.unstated == {"first": [], "second": []}
+    assert found.recorded_differences == {"recipe.tune": [0, None]}
+    assert found.missing_records == {"first": [], "second": []}
     (again / NAME).unlink()
-    assert difference(result, again).unstated["second"] == ["manifest", "recipe"]
+    assert difference(result, again).missing_records["second"] == ["manifest", "recipe"]
 
 
 def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):

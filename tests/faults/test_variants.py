@@ -140,6 +140,6 @@ def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothi
             assert planned.make(tmp_path / "x", 0) == ("2",)
     waiting = [one for one in told if one.waits]
     assert [round(one.share / 0.95, 1) for one in waiting] == [0.3, 0.7]
-    clock = Clock(0.0, works=(0.0, 0.0))
+    clock = Clock(0.0, work_span=(0.0, 0.0))
     assert clock.remaining(waiting[0]) is None
     assert clock.remaining(replace(waiting[0], waits=False)) is not None

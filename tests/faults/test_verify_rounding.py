@@ -82,7 +82,7 @@ def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> l
     texts = [*unusual_errors(error, found.scheme, more)]
     damaged = find_damaged_part(weight, found.decode(), found, error)
     texts += [] if damaged is None else [damaged[0]]
-    return [*texts, "shifted"] if abs(error.shift) > OFF_BY_ONE_SHIFT else texts
+    return [*texts, "shifted"] if abs(error.mean_shift) > OFF_BY_ONE_SHIFT else texts
 
 
 @each_value(

@@ -70,7 +70,7 @@ def homes() -> dict[str, tuple[str, ...]]:
         ("format", FORMATS),
         ("method", {key: method.module for key, method in METHODS.items()}),
         ("grid", {key: grid.packer for key, grid in GRIDS.items()}),
-        ("grid", {grid.short: grid.packer for grid in GRIDS.values() if grid.short}),
+        ("grid", {grid.short_name: grid.packer for grid in GRIDS.values() if grid.short_name}),
     ):
         for name, module in own.items():
             found[name] += (*TABLES[kind], module)

@@ -113,7 +113,7 @@ ERNIE4_5_MOE = replace(
     llama.ARCHITECTURE,
     model_type="ernie4_5_moe",
     graph=DecoderGraph(interleaved_rotary=True, supports_experts=True),
-    outer=outer_parameters(head_bias="use_bias"),
+    outer_parameters=outer_parameters(head_bias="use_bias"),
     kinds=(
         *dense_or_sparse(*COMMON_PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
         compose_layer(

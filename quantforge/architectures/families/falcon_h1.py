@@ -81,7 +81,7 @@ def ssm_width(config: Mapping[str, Any]) -> int:
 ARCHITECTURE = replace(
     LLAMA,
     model_type="falcon_h1",
-    outer=outer_parameters("model.final_layernorm"),
+    outer_parameters=outer_parameters("model.final_layernorm"),
     kinds=(_layer_kind(WITH_INNER_NORM), _layer_kind(WITHOUT_INNER_NORM)),
     layer_kind_names=layer_kind_names,
     final_norm="model.final_layernorm",

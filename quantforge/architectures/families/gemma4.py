@@ -647,7 +647,7 @@ def _tower_tensors(sizes: TowerSizes, *, clips: bool) -> Iterator[TowerTensor]:
 ARCHITECTURE = Architecture(
     model_type="gemma4_text",
     blocks="model.layers",
-    outer=(
+    outer_parameters=(
         Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
         *only_when(PER_LAYER_INPUT_KEY, PER_LAYER_EMBEDDINGS),
         *norm_parameters("model.norm"),

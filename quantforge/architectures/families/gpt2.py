@@ -39,7 +39,7 @@ def read_config(keys: GgufKeys) -> dict[str, Any]:
 GPT2 = Architecture(
     model_type="gpt2",
     blocks="transformer.h",
-    outer=(
+    outer_parameters=(
         Parameter("transformer.wte.weight", ("vocab", "hidden")),
         Parameter("transformer.wpe.weight", ("positions", "hidden")),
         *norm_parameters("transformer.ln_f", bias=True),
@@ -112,7 +112,7 @@ GPT2 = Architecture(
 GPT1 = replace(
     GPT2,
     model_type="openai-gpt",
-    outer=(
+    outer_parameters=(
         Parameter("transformer.tokens_embed.weight", ("vocab", "hidden")),
         Parameter("transformer.positions_embed.weight", ("positions", "hidden")),
         Parameter("lm_head.weight", ("vocab", "hidden")),

@@ -21,7 +21,7 @@ QKV = "attention.query_key_value"
 ARCHITECTURE = Architecture(
     model_type="gpt_neox",
     blocks="gpt_neox.layers",
-    outer=(
+    outer_parameters=(
         Parameter("gpt_neox.embed_in.weight", ("vocab", "hidden")),
         *norm_parameters("gpt_neox.final_layer_norm", bias=True),
         Parameter("lm_head.weight", ("vocab", "hidden")),

@@ -52,7 +52,8 @@ _STACKED_EXPERTS = stacked_experts("ffn", module="feed_forward.experts", transpo
 EXPERTS = replace(
     _STACKED_EXPERTS,
     stacks=tuple(
-        replace(block_tensors, repeats_tokens=True) for block_tensors in _STACKED_EXPERTS.stacks
+        replace(block_tensors, takes_weighted_tokens=True)
+        for block_tensors in _STACKED_EXPERTS.stacks
     ),
 )
 

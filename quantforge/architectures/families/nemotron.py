@@ -16,7 +16,7 @@ from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFa
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="nemotron",
-    outer=outer_parameters(bias=True),
+    outer_parameters=outer_parameters(bias=True),
     kinds=(
         compose_layer(
             LAYER_NORMS,

@@ -39,10 +39,10 @@ def _ungated_experts(module: str, ssm_width: str) -> Mixer:
     shapes = {up: (ssm_width, "hidden"), down: ("hidden", ssm_width)}
     return Mixer(
         tuple(
-            Parameter(f"{name}.weight", shape, each="experts", stored=f"{name}.weight")
+            Parameter(f"{name}.weight", shape, repeated_over="experts", stored=f"{name}.weight")
             for name, shape in shapes.items()
         ),
-        tuple(SharedInput((name,), module, each="experts") for name in shapes),
+        tuple(SharedInput((name,), module, repeated_over="experts") for name in shapes),
         (Stack(f"{module}.up_proj", (up,)), Stack(f"{module}.down_proj", (down,))),
         mlp_activations=2,
     )
@@ -88,10 +88,10 @@ def ssm_width(config: Mapping[str, Any]) -> int:
 ARCHITECTURE = replace(
     LLAMA,
     model_type="nemotron_h",
-    outer=(
+    outer_parameters=(
         Parameter("model.embeddings.weight", ("vocab", "hidden")),
         *norm_parameters("model.norm_f"),
-        LLAMA.outer[-1],
+        LLAMA.outer_parameters[-1],
     ),
     kinds=(
         compose_layer(

@@ -29,7 +29,7 @@ MIXERS = (attention("attention_bias", norm=None), gated_mlp(norm=None))
 OLMO = replace(
     llama.ARCHITECTURE,
     model_type="olmo",
-    outer=(
+    outer_parameters=(
         Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),

@@ -24,7 +24,7 @@ from quantforge.architectures.declare import (
 ARCHITECTURE = Architecture(
     model_type="opt",
     blocks="model.decoder.layers",
-    outer=(
+    outer_parameters=(
         Parameter("model.decoder.embed_tokens.weight", ("vocab", "hidden")),
         Parameter("model.decoder.embed_positions.weight", ("positions+2", "hidden")),
         *norm_parameters("model.decoder.final_layer_norm", bias=True),

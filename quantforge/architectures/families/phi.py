@@ -21,7 +21,7 @@ HEAD_NORMS = tuple(
 ARCHITECTURE = Architecture(
     model_type="phi",
     blocks="model.layers",
-    outer=outer_parameters("model.final_layernorm", bias=True, head_bias=ALWAYS_BIAS),
+    outer_parameters=outer_parameters("model.final_layernorm", bias=True, head_bias=ALWAYS_BIAS),
     kinds=(
         compose_layer(
             norm_parameters("input_layernorm", bias=True),

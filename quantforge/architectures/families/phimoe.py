@@ -11,7 +11,7 @@ from quantforge.architectures.mixtures import router_parameters, single_experts
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phimoe",
-    outer=outer_parameters(bias=True, head_bias="lm_head_bias"),
+    outer_parameters=outer_parameters(bias=True, head_bias="lm_head_bias"),
     kinds=(
         compose_layer(
             LAYER_NORMS,

@@ -40,7 +40,7 @@ def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="stablelm",
-    outer=outer_parameters(bias=True),
+    outer_parameters=outer_parameters(bias=True),
     kinds=(
         compose_layer(LAYER_NORMS, HEAD_NORMS, ATTENTION, MLP, name="one after the other"),
         compose_layer(

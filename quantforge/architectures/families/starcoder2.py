@@ -17,7 +17,7 @@ from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFa
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="starcoder2",
-    outer=outer_parameters(bias=True),
+    outer_parameters=outer_parameters(bias=True),
     kinds=(
         compose_layer(
             LAYER_NORMS, attention("use_bias"), plain_mlp("use_bias", names=("c_fc", "c_proj"))

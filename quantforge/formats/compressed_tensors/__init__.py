@@ -294,7 +294,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         if tensor.scheme is not None:
             weight = stored_scheme(tensor.scheme.weight, tensor.matrix)
             layer = replace(
-                tensor.scheme, weight=transposed_scheme(weight) if tensor.turned else weight
+                tensor.scheme,
+                weight=transposed_scheme(weight) if tensor.codes_transposed else weight,
             )
             targets.setdefault(layer, []).append(module)
     if len(targets) == 1 and not any("embed" in module for module in modules):
@@ -324,7 +325,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         ),
     }
     reads = blocks_read_weights(plan.model_type, str(config.get("model_type")))
-    if len(targets) == 1 and (reads or any(tensor.turned for tensor in modules.values())):
+    if len(targets) == 1 and (reads or any(tensor.codes_transposed for tensor in modules.values())):
         quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)
     if head_module(config) in modules and config.get("tie_word_embeddings"):

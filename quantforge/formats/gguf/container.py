@@ -79,11 +79,11 @@ STRUCT_CODES: Mapping[ValueType, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MetadataValue:
-    """One metadata value; for an array, ``value`` is a sequence and ``element`` its element type."""
+    """One metadata value; for an array, ``value`` is a sequence and ``element_type`` its element type."""
 
     type: ValueType
     value: object
-    element: ValueType | None = None
+    element_type: ValueType | None = None
 
 
 Metadata = Mapping[str, MetadataValue]
@@ -116,7 +116,7 @@ def array_value(element: ValueType, values: Sequence[object]) -> MetadataValue:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a GGUF file: ``shape`` in torch's order, number of ``pieces`` in which it is written.
+    """One tensor of a GGUF file: ``shape`` in torch's order, number of ``num_pieces`` in which it is written.
 
     ``fixed`` are its bytes where they are known beforehand (computed tables such as rope frequencies).
     """
@@ -124,7 +124,7 @@ class GgufTensor:
     name: str
     type: str
     shape: tuple[int, ...]
-    pieces: int = 1
+    num_pieces: int = 1
     fixed: bytes | None = None
 
     @property
@@ -137,15 +137,15 @@ class GgufTensor:
         """Return the headers of the pieces in which it is written; blocks are ``U8`` ``[rows, bytes per row]``."""
         kind = TYPES[self.type]
         dtype, shape = self.type, self.shape
-        if self.pieces > 1:
+        if self.num_pieces > 1:
             shape = shape[1:]
         if kind.columns > 1:
             dtype, shape = "U8", (math.prod(shape[:-1]), kind.row_bytes(shape[-1]))
-        if self.pieces == 1:
+        if self.num_pieces == 1:
             return (StoredTensor(self.name, dtype, shape),)
         return tuple(
             StoredTensor(piece_name(self.name, number), dtype, shape)
-            for number in range(self.pieces)
+            for number in range(self.num_pieces)
         )
 
 
@@ -221,12 +221,12 @@ def _string_bytes(value: str) -> bytes:
 def _value_bytes(value: MetadataValue) -> bytes:
     if value.type is not ValueType.ARRAY:
         return _scalar_bytes(value.type, value.value)
-    assert value.element is not None
+    assert value.element_type is not None
     assert isinstance(value.value, Sequence)
-    head = struct.pack("<iQ", value.element, len(value.value))
-    if value.element is ValueType.STRING:
+    head = struct.pack("<iQ", value.element_type, len(value.value))
+    if value.element_type is ValueType.STRING:
         return head + b"".join(_string_bytes(str(item)) for item in value.value)
-    code = STRUCT_CODES[value.element]
+    code = STRUCT_CODES[value.element_type]
     return head + struct.pack(f"<{len(value.value)}{code[1]}", *value.value)
 
 

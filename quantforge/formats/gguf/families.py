@@ -135,9 +135,9 @@ def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tup
         (item.stored or item.name).format(number)
         for item in dict.fromkeys(item for kind in declared.kinds for item in kind.parameters)
         if item.name not in stacks  # files have the matrices of each expert by a name of their own
-        for number in range(experts if item.each else 1)
+        for number in range(experts if item.repeated_over else 1)
     ]
-    canonical = [item.name for item in declared.outer]
+    canonical = [item.name for item in declared.outer_parameters]
     canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
     names: dict[str, list[str]] = {}
     for name, gguf_name in _map_names(family, blocks, dict.fromkeys(canonical)):

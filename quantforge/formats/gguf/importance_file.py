@@ -233,8 +233,8 @@ def _read_legacy(path: Path, wants_entry: _WantsEntry) -> Imatrix:
     entries = {}
     with FILES.stream(path, IMATRIX, None) as file:
         records = _RecordReader(path, file)
-        for _ in range(records.entries()):
-            name, calls, count = records.word(), records.number(), records.number()
+        for _ in range(records.read_entry_count()):
+            name, calls, count = records.read_string(), records.read_int(), records.read_int()
             if calls < 1 or count < 1:
                 raise InputError(
                     f"{name}: {count} values of {calls} calls",
@@ -247,10 +247,10 @@ def _read_legacy(path: Path, wants_entry: _WantsEntry) -> Imatrix:
                 continue
             import torch
 
-            values = torch.frombuffer(bytearray(records.take(4 * count)), dtype=torch.float32)
+            values = torch.frombuffer(bytearray(records.read_bytes(4 * count)), dtype=torch.float32)
             entries[name] = WeightImportance((values / calls)[None], calls)
-        chunks, dataset = (records.number(), records.word()) if records.left else (0, "")
-        records.end()
+        chunks, dataset = (records.read_int(), records.read_string()) if records.left else (0, "")
+        records.check_end()
     return Imatrix(entries, dataset, chunks, 0)
 
 
@@ -270,7 +270,7 @@ class _RecordReader:
         self._path, self._file = path, file
         self.left = os.fstat(file.fileno()).st_size
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         """Read the next bytes."""
         self._pass(count)
         data = self._file.read(count)
@@ -293,13 +293,13 @@ class _RecordReader:
             )
         self.left -= count
 
-    def number(self) -> int:
+    def read_int(self) -> int:
         """Read a 32-bit integer."""
-        return int(struct.unpack("<i", self.take(4))[0])
+        return int(struct.unpack("<i", self.read_bytes(4))[0])
 
-    def entries(self) -> int:
+    def read_entry_count(self) -> int:
         """Read the number of entries at the beginning of the file."""
-        count = self.number()
+        count = self.read_int()
         if not 0 < count <= _MAX_ENTRIES:
             raise InputError(
                 "no importance matrix: it begins as neither form of one does",
@@ -309,7 +309,7 @@ class _RecordReader:
             )
         return count
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Raise `InputError` if bytes are left after the last record."""
         if self.left:
             raise InputError(
@@ -319,15 +319,15 @@ class _RecordReader:
                 subject=str(self._path),
             )
 
-    def word(self) -> str:
+    def read_string(self) -> str:
         """Read a length-prefixed string."""
-        length = self.number()
+        length = self.read_int()
         if length > _MAX_TEXT:
             raise InputError(
                 f"a name of {length} bytes", _HINT, file=str(self._path), subject=str(self._path)
             )
         try:
-            return self.take(length).decode()
+            return self.read_bytes(length).decode()
         except UnicodeDecodeError as error:
             raise InputError(
                 "a name that is no text", _HINT, file=str(self._path), subject=str(self._path)

@@ -53,7 +53,7 @@ class RopeParameters:
         settings: the parameters of the scaling.
         original: context length before scaling, in tokens, 0 if it is not stated.
         context: context length of the model, in tokens.
-        divided: a table has divisors of all frequencies, of layers without a window alone.
+        has_divisors: a table has divisors of all frequencies, of layers without a window alone.
     """
 
     width: int
@@ -63,7 +63,7 @@ class RopeParameters:
     original: int = 0
     context: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    divided: bool = False
+    has_divisors: bool = False
 
 
 def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> RopeParameters:
@@ -113,7 +113,7 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
         original=_original_context(config, scaling),
         context=sizes.positions,
         settings=scaling,
-        divided=bool(head),
+        has_divisors=bool(head),
     )
 
 
@@ -223,7 +223,7 @@ def _yarn_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataVa
 
 def rope_tensors(rope: RopeParameters) -> tuple[GgufTensor, ...]:
     """Return the tensors with rope frequency tables, whose bytes are known in advance."""
-    if rope.divided:
+    if rope.has_divisors:
         return (_table_tensor(FREQUENCIES, _proportional_divisors(rope)),)
     if rope.kind == "llama3":
         return (_table_tensor(FREQUENCIES, _llama3_table(rope)),)

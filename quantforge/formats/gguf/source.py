@@ -376,28 +376,28 @@ class ArchitectureKeys:
 
     def get_int(self, key: str, otherwise: int | None = None) -> int:
         """Return a non-negative integer; raise `InputError` for a negative one."""
-        return self._count(key, self.file.value(self._named(key), int, otherwise))
+        return self._count(key, self.file.value(self._full_key(key), int, otherwise))
 
     def get_float(self, key: str, otherwise: float | None = None) -> float:
         """Return a number, rounded to the shortest decimal with the same float32 value."""
-        value: float = self.file.value(self._named(key), float, otherwise)
+        value: float = self.file.value(self._full_key(key), float, otherwise)
         return shortest_decimal(value)
 
     def get_str(self, key: str) -> str:
         """Return a string, "" if the key is missing."""
-        value: str = self.file.value(self._named(key), str, "")
+        value: str = self.file.value(self._full_key(key), str, "")
         return value
 
     def per_layer(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
         """Return one value per layer: the items of a list, or a single number repeated."""
         layers = self.get_int("block_count")
-        value = self.file.metadata.get(self._named(key))
+        value = self.file.metadata.get(self._full_key(key))
         if layers > _MOST_LAYERS or (value is not None and isinstance(value.value, list)):
-            values: list[Any] = self.file.value(self._named(key), list)
+            values: list[Any] = self.file.value(self._full_key(key), list)
             if len(values) != layers or any(type(item) is not kind for item in values):
                 raise self._damaged(key, str(values)[:40])
             return [self._count(key, item) for item in values]
-        return [self._count(key, self.file.value(self._named(key), kind))] * layers
+        return [self._count(key, self.file.value(self._full_key(key), kind))] * layers
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor, () where there is none."""
@@ -486,7 +486,7 @@ class ArchitectureKeys:
             subject=str(self.file.files[0]),
         )
 
-    def _named(self, key: str) -> str:
+    def _full_key(self, key: str) -> str:
         return f"{self._family.arch}.{key}"
 
     def _count(self, key: str, value: int) -> int:
@@ -496,7 +496,9 @@ class ArchitectureKeys:
 
     def _damaged(self, key: str, value: object) -> InputError:
         return InputError(
-            f"{self._named(key)} = {value}", "the file is damaged", subject=str(self.file.files[0])
+            f"{self._full_key(key)} = {value}",
+            "the file is damaged",
+            subject=str(self.file.files[0]),
         )
 
 

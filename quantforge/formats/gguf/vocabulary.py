@@ -93,7 +93,7 @@ class Vocabulary:
         kinds: what each is.
         scores: of the pieces, for ``llama``.
         merges: for ``gpt2``, ``left right``.
-        special: ids by role.
+        special_ids: ids by role.
         flags: ``add_bos_token``, ``add_eos_token``, ``add_space_prefix``.
         templates: chat templates by name; "" is the default.
         notes: what is carried of several things that differ.
@@ -106,7 +106,7 @@ class Vocabulary:
     kinds: list[int]
     scores: list[float] = field(default_factory=list)
     merges: list[str] = field(default_factory=list)
-    special: dict[str, int] = field(default_factory=dict)
+    special_ids: dict[str, int] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Vocabulary:
             metadata["tokenizer.ggml.scores"] = array_value(ValueType.F32, self.scores)
         if self.merges:
             metadata["tokenizer.ggml.merges"] = array_value(ValueType.STRING, self.merges)
-        for role, number in self.special.items():
+        for role, number in self.special_ids.items():
             metadata[f"tokenizer.ggml.{_KEY_NAMES.get(role, role)}_token_id"] = u32_value(number)
         for name, value in self.flags.items():
             metadata[f"tokenizer.ggml.{name}"] = bool_value(value)
@@ -201,8 +201,8 @@ def vocabulary(
     beyond_rows = _tokens_past_embedding(path, tokenizer, pieces, rows)
     _fill_tokens(path, built, tokenizer, pieces, rows)
     numbers = {piece: number for number, piece in enumerate(built.tokens)}
-    built.special = special_ids(numbers, settings, config, root, beyond_rows)
-    built.flags |= bos_eos_flags(numbers, built.special, tokenizer, settings, model=built.model)
+    built.special_ids = special_ids(numbers, settings, config, root, beyond_rows)
+    built.flags |= bos_eos_flags(numbers, built.special_ids, tokenizer, settings, model=built.model)
     built.templates, notes = chat_templates(root)
     built.notes += notes
     ends = [number for number in end_token_ids(root) if 0 <= number < rows]
@@ -213,7 +213,9 @@ def vocabulary(
         (path, differences.added_token_differences(tokenizer, built.model, name, built.tokens)),
         (
             path,
-            differences.post_processor_differences(tokenizer, built.special, built.flags, numbers),
+            differences.post_processor_differences(
+                tokenizer, built.special_ids, built.flags, numbers
+            ),
         ),
         (path, differences.decoder_differences(tokenizer, built.model)),
         (
@@ -222,7 +224,7 @@ def vocabulary(
         ),
         (
             root / "generation_config.json",
-            differences.end_token_differences(built.special, ends, built.tokens, built.model),
+            differences.end_token_differences(built.special_ids, ends, built.tokens, built.model),
         ),
     )
     built.events += [

@@ -82,23 +82,23 @@ class Adapter:
     Attributes:
         path: its directory.
         digests: ``SHA-256  NAME`` of its files.
-        changes: by module of the trained model.
-        replaced: by tensor of the trained model.
-        turned: what ``fan_in_fan_out`` says, for families without declarations.
-        ties: whether an embedding that it replaces is the head's too.
+        low_rank_updates: by module of the trained model.
+        replaced_tensors: by tensor of the trained model.
+        fan_in_fan_out: what ``fan_in_fan_out`` says, for families without declarations.
+        replaces_tied_head: whether an embedding that it replaces is the head's too.
         trained_on: which model, as a hint.
-        everywhere: names of linears, or their ends, of which it changes every one; empty where its configuration
+        always_adapted: names of linears, or their ends, of which it changes every one; empty where its configuration
             chooses among them.
     """
 
     path: Path
     digests: tuple[str, ...]
-    changes: Mapping[str, LowRankUpdate]
-    replaced: Mapping[str, TensorEntry]
-    turned: bool
-    ties: bool
+    low_rank_updates: Mapping[str, LowRankUpdate]
+    replaced_tensors: Mapping[str, TensorEntry]
+    fan_in_fan_out: bool
+    replaces_tied_head: bool
     trained_on: str
-    everywhere: tuple[str, ...]
+    always_adapted: tuple[str, ...]
 
     @property
     def cited_name(self) -> str:

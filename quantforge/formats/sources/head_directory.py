@@ -40,14 +40,14 @@ class DraftHeadDirectory:
         kind: one of `quantforge.architectures.draft_heads`.
         config: its configuration; of nested ones, the parts side by side.
         checkpoint: its tensors.
-        form: the format of its quantized linears.
+        file_format: the format of its quantized linears.
         layouts: of these, by module.
     """
 
     kind: str
     config: Mapping[str, Any]
     checkpoint: Checkpoint
-    form: Format
+    file_format: Format
     layouts: Mapping[str, ModuleLayout]
 
     @property
@@ -88,18 +88,18 @@ class DraftHeadDirectory:
 
     def weight(self, shape: tuple[int, ...], *names: str) -> QuantizedTensor | torch.Tensor:
         """Read a weight without decoding it; errors as `read`."""
-        name = self._expected(shape, names)
+        name = self._find_with_shape(shape, names)
         layout = self.layouts.get(name.removesuffix(".weight"))
         if layout is None:
             return self._stored(name, FLOAT_DTYPES)
         stored = {tensor_name: self._stored(tensor_name) for tensor_name in layout.tensor_names}
-        return self.form.unpack(layout, stored)
+        return self.file_format.unpack(layout, stored)
 
-    def integers(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
+    def read_integers(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
         """Read an integer tensor; errors as `read`."""
-        return self._stored(self._expected(shape, names), _INTEGERS)
+        return self._stored(self._find_with_shape(shape, names), _INTEGERS)
 
-    def _expected(self, shape: tuple[int, ...], names: tuple[str, ...]) -> str:
+    def _find_with_shape(self, shape: tuple[int, ...], names: tuple[str, ...]) -> str:
         name = self.find(*names)
         if name is None:
             raise self.error(f"no tensor {names[0]!r}", "fetch the directory again")

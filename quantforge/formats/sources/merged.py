@@ -123,17 +123,20 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
         checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
     stored_names = _StoredNames(checkpoint, model_layout)
-    touched_names = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
-    unties_head = not adapter.ties and stored_names.stand_apart(touched_names)
+    touched_names = {
+        *(f"{module}.weight" for module in adapter.low_rank_updates),
+        *adapter.replaced_tensors,
+    }
+    unties_head = not adapter.replaces_tied_head and stored_names.needs_separate_head(touched_names)
     replacements, merged = (
         _MergedTensors(checkpoint, stored_names),
         _MergedTensors(checkpoint, stored_names),
     )
-    for name, entry in adapter.replaced.items():
+    for name, entry in adapter.replaced_tensors.items():
         replacements.put(name, entry.shape, _ReplacementReader(entry))
-    for module, change in adapter.changes.items():
+    for module, change in adapter.low_rank_updates.items():
         name = f"{module}.weight"
-        is_transposed = change.embedding or stored_names.turned(name, adapter.turned)
+        is_transposed = change.embedding or stored_names.is_transposed(name, adapter.fan_in_fan_out)
         shape = change.shape[::-1] if is_transposed else change.shape
         merged.put(
             name, shape, _LowRankMergedReader(stored_names.base(name), change, is_transposed)
@@ -146,7 +149,7 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
             merged.put(name, change.bias.shape, rows)
     unchanged = [
         f"{name}: target_modules name it, and the adapter does not change it"
-        for name in stored_names.of_linears(adapter.everywhere)
+        for name in stored_names.find_linears(adapter.always_adapted)
         if name not in merged.computed
     ]
     resized = {**replacements.resized, **merged.resized}
@@ -176,7 +179,7 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoin
     extended = with_computed_tensors(
         checkpoint, replacements.computed, config=config, new_entries=new_entries
     )
-    return with_computed_tensors(extended, merged.computed, facts=facts)
+    return with_computed_tensors(extended, merged.computed, source_notes=facts)
 
 
 def _resized_error(
@@ -282,13 +285,15 @@ class _UntiedHeadReader:
 
 def _merge_description(adapter: Adapter, unties_head: bool) -> str:
     """Describe what was merged, for messages and the manifest."""
-    ranks = sorted({change.a.shape[0] for change in adapter.changes.values()})
+    ranks = sorted({change.a.shape[0] for change in adapter.low_rank_updates.values()})
     change_texts = (
-        [f"{len(adapter.changes)} modules of rank {', '.join(map(str, ranks))}"] if ranks else []
+        [f"{len(adapter.low_rank_updates)} modules of rank {', '.join(map(str, ranks))}"]
+        if ranks
+        else []
     )
-    if adapter.replaced:
-        change_texts.append(f"{len(adapter.replaced)} tensors replaced")
-    if any(change.magnitude is not None for change in adapter.changes.values()):
+    if adapter.replaced_tensors:
+        change_texts.append(f"{len(adapter.replaced_tensors)} tensors replaced")
+    if any(change.magnitude is not None for change in adapter.low_rank_updates.values()):
         change_texts.append("DoRA")
     if unties_head:
         change_texts.append("the head stored on its own")
@@ -301,7 +306,7 @@ class _StoredNames:
 
     def __init__(self, checkpoint: Checkpoint, model_layout: ModelLayout) -> None:
         self._entries = checkpoint.entries
-        self._found = model_layout
+        self._model_layout = model_layout
         family = model_layout.architecture
         self.head = f"{family.head}.weight" if family else "lm_head.weight"
         embedding = f"{family.embedding}.weight" if family else ""
@@ -310,7 +315,7 @@ class _StoredNames:
 
     def stored(self, name: str) -> str:
         """Return the stored name of a tensor."""
-        tensor = self._found.by_name.get(name)
+        tensor = self._model_layout.by_name.get(name)
         return tensor.header.name if tensor else name
 
     def base(self, name: str) -> str:
@@ -318,28 +323,28 @@ class _StoredNames:
         stored = self.stored(name)
         if stored in self._entries:
             return stored
-        return self.embedding if self._found.tied and name == self.head else ""
+        return self.embedding if self._model_layout.tied and name == self.head else ""
 
-    def turned(self, name: str, default: bool) -> bool:
+    def is_transposed(self, name: str, default: bool) -> bool:
         """Return whether a linear is stored ``[in, out]``; ``default`` by the adapter if the family is not declared."""
-        tensor = self._found.by_name.get(name)
-        return tensor.transposed if tensor and self._found.architecture else default
+        tensor = self._model_layout.by_name.get(name)
+        return tensor.transposed if tensor and self._model_layout.architecture else default
 
-    def of_linears(self, ends: Collection[str]) -> list[str]:
+    def find_linears(self, ends: Collection[str]) -> list[str]:
         """Return the stored weights of linears whose names end with one of ``ends``, experts excepted."""
         endings = frozenset(ends)
         return [
             tensor.header.name
-            for tensor in self._found.tensors
+            for tensor in self._model_layout.tensors
             if tensor.role is Role.LINEAR and "experts." not in tensor.name
             if not endings.isdisjoint(_name_suffixes(tensor.name.removesuffix(".weight")))
         ]
 
-    def stand_apart(self, touched: set[str]) -> bool:
+    def needs_separate_head(self, touched: set[str]) -> bool:
         """Return whether a tied head must be stored separately, because the adapter changes it or the embedding."""
         outer = {self.head, self.embedding}
         return (
-            self._found.tied
+            self._model_layout.tied
             and bool(self.embedding)
             and bool({self.stored(name) for name in touched} & outer)
         )

@@ -47,14 +47,14 @@ class _MatrixReader:
         shape: of the weight.
         high: rows that share a scale; 0: all of them.
         wide: columns that share a scale.
-        nibbles: whether a byte holds two elements.
+        two_per_byte: whether a byte holds two elements.
     """
 
     module: str
     shape: tuple[int, int]
     high: int
     wide: int
-    nibbles: bool
+    two_per_byte: bool
 
     def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
         """Return rows ``first:last`` in float32."""
@@ -79,7 +79,7 @@ class _MatrixReader:
         from quantforge.packers.fp4 import decode_e2m1
         from quantforge.packers.fp8 import to_float32
 
-        if not self.nibbles:
+        if not self.two_per_byte:
             return to_float32(stored)
         return decode_e2m1(torch.stack((stored & 15, stored >> 4), 2).view(len(stored), -1))
 
@@ -91,7 +91,7 @@ class _MatrixReader:
 
         name = self.module + _SCALE_SUFFIX
         if not self.high:
-            return self._sound(checkpoint.read(name).float().reshape(1, 1))
+            return self._check_scales(checkpoint.read(name).float().reshape(1, 1))
         low, up = first // self.high, -(-last // self.high)
         scales = checkpoint.read_rows(name, low, up).reshape(up - low, -1)
         if scales.dtype == torch.uint8:
@@ -101,10 +101,10 @@ class _MatrixReader:
         second = self.module + _SECOND_SCALE_SUFFIX
         if second in checkpoint.entries:
             steps = steps * checkpoint.read(second).float().reshape(1, 1)
-        steps = self._sound(steps)
+        steps = self._check_scales(steps)
         return steps[torch.arange(first, last) // self.high - low] if self.high > 1 else steps
 
-    def _sound(self, steps: torch.Tensor) -> torch.Tensor:
+    def _check_scales(self, steps: torch.Tensor) -> torch.Tensor:
         if not bool(steps.isfinite().all()):
             raise InputError(
                 f"{self.module}{_SCALE_SUFFIX}: a scale is not finite",

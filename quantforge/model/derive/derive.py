@@ -256,7 +256,7 @@ def _declare_stored_tensors(
     """
     assert architecture.derivation is not None
     special_names = {f"{architecture.embedding}.weight", f"{architecture.head}.weight"}
-    outer = {item.name: item for item in architecture.outer}
+    outer = {item.name: item for item in architecture.outer_parameters}
     kinds = {kind.name: kind for kind in architecture.kinds}
     canonical_names = {}
     for source in sources:
@@ -276,7 +276,7 @@ def _declare_stored_tensors(
             outer.pop(name, None)
     outer_parameters = tuple(outer.values())
     return replace(
-        architecture, outer=outer_parameters, kinds=tuple(kinds.values())
+        architecture, outer_parameters=outer_parameters, kinds=tuple(kinds.values())
     ), canonical_names
 
 
@@ -499,7 +499,9 @@ def _architecture(
     return Architecture(
         model_type=str(config.model_type),
         blocks=outside.name,
-        outer=tuple(Parameter(name, tuple(map(str, shape))) for name, shape in outer.items()),
+        outer_parameters=tuple(
+            Parameter(name, tuple(map(str, shape))) for name, shape in outer.items()
+        ),
         kinds=tuple(item.kind for item in kinds.values()),
         embedding=names[model.get_input_embeddings()],
         head=names[head],

@@ -211,7 +211,7 @@ def _parameters(
         rows, columns = shape[:0:-1] if stack.transposed else shape[1:]
         size = (str(rows // len(stack.linears)), str(columns))
         parameters += [
-            Parameter(f"{name}.weight", size, each=str(shape[0])) for name in stack.linears
+            Parameter(f"{name}.weight", size, repeated_over=str(shape[0])) for name in stack.linears
         ]
     return tuple(parameters)
 
@@ -407,10 +407,10 @@ class _ExpertProductObserver(FunctionMode):
             getattr(function, "__name__", "") in {"linear", "matmul", "__matmul__", "bmm", "mm"}
             and len(pair) == 2
         ):
-            self._see(*pair, turned=function is nn.functional.linear)
+            self._record_product(*pair, turned=function is nn.functional.linear)
         return result
 
-    def _see(self, x: Tensor, weight: Tensor, *, turned: bool) -> None:
+    def _record_product(self, x: Tensor, weight: Tensor, *, turned: bool) -> None:
         name, stack = self._stacks.get(weight.untyped_storage().data_ptr(), ("", None))
         if stack is None or name in self.found or weight.dim() < 2:
             return
@@ -465,7 +465,7 @@ def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Ex
         return _ExpertDeclarations()
     mixture = _mixture(block, products, module, str(shapes[products[0].parameter][0]))
     stacks = tuple(
-        replace(stack, repeats_tokens=routed.num_repeats > 0) for stack in mixture.stacks
+        replace(stack, takes_weighted_tokens=routed.num_repeats > 0) for stack in mixture.stacks
     )
     return mixture._replace(stacks=stacks)
 
@@ -493,7 +493,7 @@ def _mixture(
             SharedInput(
                 tuple(n for stack, _ in stack_folds for n in stack.linears),
                 module,
-                each=expert_module,
+                repeated_over=expert_module,
             )
         )
     down = [
@@ -501,7 +501,9 @@ def _mixture(
     ]
     linears = tuple(name for stack in down for name in stack.linears)
     inputs.append(
-        SharedInput(linears, module, scale_folds[0] if scale_folds else None, each=expert_module)
+        SharedInput(
+            linears, module, scale_folds[0] if scale_folds else None, repeated_over=expert_module
+        )
     )
     return _ExpertDeclarations((*stacks, *down), tuple(inputs))
 

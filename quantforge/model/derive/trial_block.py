@@ -55,18 +55,18 @@ class _WideTypes(FunctionMode):
         super().__init__()
         self._dtype = dtype
 
-    _LESS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    _NARROWER_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function in {Tensor.float, Tensor.half, Tensor.bfloat16}:
             return args[0].to(self._dtype)
         if function in {torch.tensor, torch.full} and isinstance(args[-1], float):
             kwargs = {"dtype": self._dtype, **kwargs}  # the least of float64 is no float32
-        args = [self._wide(value) for value in args]
-        return function(*args, **{key: self._wide(value) for key, value in kwargs.items()})
+        args = [self._widened(value) for value in args]
+        return function(*args, **{key: self._widened(value) for key, value in kwargs.items()})
 
-    def _wide(self, value: Any) -> Any:
-        is_less = isinstance(value, torch.dtype) and value in self._LESS
+    def _widened(self, value: Any) -> Any:
+        is_less = isinstance(value, torch.dtype) and value in self._NARROWER_TYPES
         return self._dtype if is_less else value
 
 
@@ -120,7 +120,7 @@ class TrialBlock:
             )
 
     @contextmanager
-    def weights_scaled(self, factor: float) -> Iterator[None]:
+    def with_scaled_weights(self, factor: float) -> Iterator[None]:
         """Multiply all matrices by ``factor`` while the context is active, so that clamps take effect."""
         matrices = [value for value in self.module.parameters() if value.dim() > 1]
         for value in matrices:
@@ -196,7 +196,7 @@ def find_scale_fold(
     """
     trial = _FoldTrial(block, linears, dimensions, transposed=transposed)
     candidates = [*_norm_candidates(block, makers, trial.width), *_row_candidates(trial, earlier)]
-    return next((item for item in candidates if trial.holds(item)), None)
+    return next((item for item in candidates if trial.is_exact(item)), None)
 
 
 def _norm_candidates(
@@ -276,22 +276,22 @@ class _FoldTrial:
         """Return the number of output features of a linear."""
         return self._weight(linear).shape[0]
 
-    def holds(self, candidate: FoldCandidate) -> bool:
+    def is_exact(self, candidate: FoldCandidate) -> bool:
         """Return whether the output of the block is unchanged by folding a scale into the candidate."""
-        return holds_for_large_weights(self._block, partial(self._same, candidate))
+        return holds_for_large_weights(self._block, partial(self._output_is_unchanged, candidate))
 
-    def _same(self, candidate: FoldCandidate) -> bool:
+    def _output_is_unchanged(self, candidate: FoldCandidate) -> bool:
         count = self.dimensions.kv if candidate.heads else self.width
         channels = random_scale(self._block, count)
         scale = expand_heads(self.dimensions, channels) if candidate.heads else channels
-        divided = self._divided(candidate, channels)
+        divided = self._fold_scale(candidate, channels)
         multiplied = {}
         for linear in self._linears:
             weight = self._weight(linear) * scale
             multiplied[f"{linear}.weight"] = weight.T if self._transposed else weight
         return is_fold_exact(self._block, divided, multiplied)
 
-    def _divided(self, candidate: FoldCandidate, channels: Tensor) -> Mapping[str, Tensor]:
+    def _fold_scale(self, candidate: FoldCandidate, channels: Tensor) -> Mapping[str, Tensor]:
         module, kind = candidate.scale_fold.module, candidate.scale_fold.kind
         parameters = dict(self._block.module.named_parameters())
         weight = parameters[f"{module}.weight"]
@@ -323,7 +323,7 @@ def holds_for_large_weights(block: TrialBlock, is_same: Callable[[], bool]) -> b
     """Return whether ``is_same`` holds for weights of the usual size and for weights `LARGE_FACTOR` times as large."""
     if not is_same():
         return False
-    with block.weights_scaled(LARGE_FACTOR):
+    with block.with_scaled_weights(LARGE_FACTOR):
         return is_same()
 
 

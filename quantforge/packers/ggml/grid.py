@@ -35,13 +35,15 @@ class CodeRange:
 
 
 CODE_RANGES: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.codes) for key, block in GGML_BLOCKS.items() if block.vector == 1
+    key: CodeRange(*block.codes)
+    for key, block in GGML_BLOCKS.items()
+    if block.weights_per_code == 1
 }
 # Ranges of the integer scales and minima of groups.
 SCALE_RANGES: Mapping[str, CodeRange] = {
     key: CodeRange(*block.units)
     for key, block in GGML_BLOCKS.items()
-    if block.vector == 1 and block.units is not None
+    if block.weights_per_code == 1 and block.units is not None
 }
 
 
@@ -76,14 +78,14 @@ def column_steps(
     block = GGML_BLOCKS[grid]
     if columns is None:
         step, offset = group_steps(parameters, grid)
-        return _repeat_columns(step, block.group), None if offset is None else _repeat_columns(
-            offset, block.group
+        return _repeat_columns(step, block.group_size), None if offset is None else _repeat_columns(
+            offset, block.group_size
         )
     first_block = columns.start // block.columns
     last_block = (columns.stop - 1) // block.columns + 1
-    groups = block.columns // block.group
-    if (columns.stop - 1) // block.group == columns.start // block.group:
-        group_index = columns.start // block.group
+    groups = block.columns // block.group_size
+    if (columns.stop - 1) // block.group_size == columns.start // block.group_size:
+        group_index = columns.start // block.group_size
         block_ranges = {"d": (first_block, first_block + 1), "dmin": (first_block, first_block + 1)}
         selected = {
             key: value[:, slice(*block_ranges.get(key, (group_index, group_index + 1)))]
@@ -99,8 +101,10 @@ def column_steps(
     inner_columns = slice(
         columns.start - first_block * block.columns, columns.stop - first_block * block.columns
     )
-    step = _repeat_columns(step, block.group)[:, inner_columns]
-    return step, None if offset is None else _repeat_columns(offset, block.group)[:, inner_columns]
+    step = _repeat_columns(step, block.group_size)[:, inner_columns]
+    return step, None if offset is None else _repeat_columns(offset, block.group_size)[
+        :, inner_columns
+    ]
 
 
 def split_groups(columns: Tensor, size: int) -> Tensor:

@@ -128,7 +128,7 @@ def column_grid(
     block, grid = GGML_BLOCKS[scheme.grid], CODE_RANGES[scheme.grid]
     columns_per_value = {"d": block.columns, "dmin": block.columns}
     selected = {
-        key: value.T[columns // columns_per_value.get(key, block.group)].T
+        key: value.T[columns // columns_per_value.get(key, block.group_size)].T
         for key, value in parameters.items()
     }
     step, offset = group_steps(selected, scheme.grid)

@@ -30,7 +30,7 @@ NEIGHBOR_MOVES = (0, -1, 1)
 def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:  # noqa: ARG001
     """Return the refinement steps: step and offset of each group, then the units of each block if the type has any."""
     block = GGML_BLOCKS[scheme.grid]
-    groups = RefitStep(block.group, partial(_refit_group, scheme.grid))
+    groups = RefitStep(block.group_size, partial(_refit_group, scheme.grid))
     units = RefitStep(block.columns, partial(_refit_units, scheme.grid))
     return (groups, units) if scheme.grid in SCALE_RANGES else (groups,)
 
@@ -53,11 +53,11 @@ def _refit_group(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) ->
 def _refit_units(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) -> Tensor:
     """Change the units of one block where that lowers the error, with fixed integers; return by how much it falls."""
     block, block_index = GGML_BLOCKS[grid], fixed.group
-    num_groups = block.columns // block.group
+    num_groups = block.columns // block.group_size
     groups = slice(block_index * num_groups, (block_index + 1) * num_groups)
 
     def spread(key: str) -> Tensor:
-        return parameters[key][:, groups].T.repeat_interleave(block.group, 0)
+        return parameters[key][:, groups].T.repeat_interleave(block.group_size, 0)
 
     step_direction = decode_values(fixed.codes, CODE_RANGES[grid]) * spread("scales")
     affine = "dmin" in parameters
@@ -85,7 +85,7 @@ def _refit_units(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) ->
 
 def _group_params(parameters: Mapping[str, Tensor], grid: str, group: int) -> GroupParams:
     """Return views of the parameters of one group."""
-    block = group * GGML_BLOCKS[grid].group // GGML_BLOCKS[grid].columns
+    block = group * GGML_BLOCKS[grid].group_size // GGML_BLOCKS[grid].columns
     index_of = {"d": block, "dmin": block}
     return {
         key: value[:, (parameter_index := index_of.get(key, group)) : parameter_index + 1]

@@ -81,7 +81,7 @@ def _search_panel(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> 
     else:
         block = GGML_BLOCKS[scheme.grid]
         step, offset, *_ = fit_groups(
-            x, weights, block.group, CODE_RANGES[scheme.grid], CANDIDATES[scheme.grid]
+            x, weights, block.group_size, CODE_RANGES[scheme.grid], CANDIDATES[scheme.grid]
         )
         parameters = {"scales": round_to_float16(step)}
         if block.zero is Zero.MIN:
@@ -114,12 +114,12 @@ def _search_superblocks(x: Tensor, weights: Tensor, grid: str, *, brief: bool) -
     code_range = CODE_RANGES[grid]
     scale_range = SCALE_RANGES[grid]
     candidates = CANDIDATES[grid]
-    groups, affine = block.columns // block.group, block.zero is Zero.MIN
+    groups, affine = block.columns // block.group_size, block.zero is Zero.MIN
     candidates = (
         replace(candidates, starts=candidates.starts[:BRIEF_STARTS]) if brief else candidates
     )
     step, offset, squares, group_weight = fit_groups(
-        x, weights, block.group, code_range, candidates
+        x, weights, block.group_size, code_range, candidates
     )
     targets, units = (step, offset), [_fit_unit(step, squares, groups, scale_range)]
     units.append(

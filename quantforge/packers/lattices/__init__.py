@@ -9,7 +9,7 @@ with its sign, which the code holds as well.
 - *iq3_xxs*, *iq3_s*: points of 4 out of eight magnitudes; two points of the first type share 7 signs.
 - *iq1_s*, *iq1_m*: 2048 points of 8 numbers -1, 0 and 1, all raised or lowered by an eighth: a whole group, or a point.
 
-A digit is the index of a magnitude (of a number, for IQ1) in `Lattice.digit_values`, so that a point is a tuple of
+A digit is the index of a magnitude (of a number, for IQ1) in `Lattice.magnitudes`, so that a point is a tuple of
 digits. This module holds the table of types and imports no torch; `quantforge.packers.ggml.blocks` packs codes.
 
 In this folder:
@@ -34,24 +34,24 @@ class Lattice:
     Attributes:
         num_points: number of points in the table.
         width: weights per point.
-        digit_values: magnitudes that a weight of a point can have, rising (for ternary types with their sign).
+        magnitudes: magnitudes that a weight of a point can have, rising (for ternary types with their sign).
         step_factor: constant factor of the step of a group, ``d (2 scale + 1) step_factor``.
         signs: "even": 8 signs, an even number of them negative; "free": a sign for each weight; "": part of the points.
-        shift_size: by how much the values of a group (or of a point, `shifts_codes`) are raised or lowered.
+        shift_size: by how much the values of a group (or of a point, `shift_per_code`) are raised or lowered.
         points_per_code: points in a code, which share its signs.
-        shifts_codes: whether a bit of each code, not a parameter of each group, selects raising or lowering.
+        shift_per_code: whether a bit of each code, not a parameter of each group, selects raising or lowering.
         scale_stride: the search starts with one in this many of the scales that ggml tries.
         search_rounds: rounds of the search.
     """
 
     num_points: int
     width: int
-    digit_values: tuple[int, ...]
+    magnitudes: tuple[int, ...]
     step_factor: float
     signs: str = ""
     shift_size: float = 0.0
     points_per_code: int = 1
-    shifts_codes: bool = False
+    shift_per_code: bool = False
     scale_stride: int = 3
     search_rounds: int = 2
 
@@ -75,7 +75,7 @@ _TWO_BITS, _THREE_BITS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 LATTICES: Mapping[str, Lattice] = {
     "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift_size=0.125),
     "iq1_m": Lattice(
-        2048, 8, (-1, 0, 1), 1.0, shift_size=0.125, shifts_codes=True, search_rounds=1
+        2048, 8, (-1, 0, 1), 1.0, shift_size=0.125, shift_per_code=True, search_rounds=1
     ),
     "iq2_xxs": Lattice(256, 8, _TWO_BITS, 0.125, "even"),
     "iq2_xs": Lattice(512, 8, _TWO_BITS, 0.125, "even"),

@@ -1,6 +1,6 @@
 """ggml's search for IQ2 and IQ3, to the last bit, in loops compiled by numba.
 
-ggml rounds each group of a block with 13 to 31 scales: magnitudes to digits (indices into `Lattice.digit_values`, used
+ggml rounds each group of a block with 13 to 31 scales: magnitudes to digits (indices into `Lattice.magnitudes`, used
 as the odd numbers ``2 digit + 1``), the digits of each part (the 4 or 8 weights of a point) to a point. It keeps the
 scale with the greatest ``product^2 / square``, where ``product = sum w x q`` and ``square = sum w q^2``. To give the
 same bytes, sums here are float32 in the order of the elements, products are grouped as in ggml, and of equal candidates

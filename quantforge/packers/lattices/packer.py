@@ -162,10 +162,10 @@ def _column_steps(
     The shift is None if the type has none or if codes hold it.
     """
     block, shift_size = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid].shift_size
-    repeats, inner_columns, selected = block.group // columns_per_step, slice(None), parameters
+    repeats, inner_columns, selected = block.group_size // columns_per_step, slice(None), parameters
     if columns is not None:  # take the parameters of whole blocks around them
         first_block, last_block = columns.start // block.columns, -(-columns.stop // block.columns)
-        groups = block.columns // block.group
+        groups = block.columns // block.group_size
         values_per_block = {key: 1 if key == "d" else groups for key in parameters}
         selected = {
             key: value[:, first_block * values_per_block[key] : last_block * values_per_block[key]]
@@ -221,9 +221,9 @@ def _search_parameters(
     is_lowered = numpy.zeros_like(levels)
     if has_group_shifts:
         is_lowered = start["shifts"].cpu().numpy().reshape(levels.shape).copy()
-    options = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes, has_group_shifts
+    options = bool(lattice.signs), lattice.signs == "even", lattice.shift_per_code, has_group_shifts
     search_numbers = (
-        block.group,
+        block.group_size,
         block.units[1],
         numpy.float32(lattice.step_factor),
         lattice.search_rounds,
@@ -271,7 +271,7 @@ def nearest_weighted(
         )
     codes_per_vector = 8 // lattice.weights_per_code
     codes = numpy.empty((len(x), codes_per_vector), numpy.int32)
-    signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
+    signs = bool(lattice.signs), lattice.signs == "even", lattice.shift_per_code
     layout = (*signs, lattice.index_bits, codes_per_vector)
     shifts, tables = _code_shifts(grid), _search_tables(grid)
     nearest_loops.nearest_weighted(x, w, steps, shift_index.numpy(), shifts, layout, tables, codes)
@@ -310,7 +310,7 @@ def nearest_in_metric(
         marginal = marginal - cross_block @ numpy.linalg.solve(
             second_block.astype(numpy.float64), cross_block.T
         )
-    signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
+    signs = bool(lattice.signs), lattice.signs == "even", lattice.shift_per_code
     layout = (width, lattice.points_per_code, lattice.index_bits, *signs)
     metrics = metric, numpy.ascontiguousarray(marginal, numpy.float32)
     codes = numpy.empty(len(targets), numpy.int32)
@@ -325,13 +325,13 @@ def nearest_in_metric(
 def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:  # noqa: ARG001
     """Return the refinement steps: the integer scale of each group, then the unit of each block."""
     block = GGML_BLOCKS[scheme.grid]
-    level_step = RefitStep(block.group, partial(_refit_level, scheme.grid))
+    level_step = RefitStep(block.group_size, partial(_refit_level, scheme.grid))
     return (level_step, RefitStep(block.columns, partial(_refit_unit, scheme.grid)))
 
 
 def _refit_level(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) -> Tensor:
     block, group_index = GGML_BLOCKS[grid], fixed.group
-    block_index = group_index * block.group // block.columns
+    block_index = group_index * block.group_size // block.columns
     level_step = parameters["d"][:, block_index : block_index + 1] * (
         2 * LATTICES[grid].step_factor
     )  # of one level
@@ -354,10 +354,10 @@ def _refit_level(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) ->
 
 def _refit_unit(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) -> Tensor:
     block, block_index = GGML_BLOCKS[grid], fixed.group
-    num_groups = block.columns // block.group
+    num_groups = block.columns // block.group_size
     groups = slice(block_index * num_groups, (block_index + 1) * num_groups)
     levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].step_factor
-    column_levels = levels.T.repeat_interleave(block.group, 0)
+    column_levels = levels.T.repeat_interleave(block.group_size, 0)
     direction = _decode_fixed_codes(grid, parameters, fixed, groups) * column_levels
     error = QuadraticError.from_directions(direction, torch.zeros_like(direction), fixed)
     block_params = {"d": parameters["d"][:, block_index : block_index + 1]}
@@ -379,7 +379,7 @@ def _decode_fixed_codes(
         return values
     shift_size = LATTICES[grid].shift_size
     shift = torch.where(parameters["shifts"][:, groups] > 0, -shift_size, shift_size)
-    return values + shift.T.repeat_interleave(GGML_BLOCKS[grid].group, 0)
+    return values + shift.T.repeat_interleave(GGML_BLOCKS[grid].group_size, 0)
 
 
 # ggml's own quantizers
@@ -442,12 +442,12 @@ def _quantize_magnitudes(
     (tries, fit_positive, snap_mode), (step, min_max, unit_factor) = magnitude_loops.SEARCH_OPTIONS[
         grid
     ]
-    groups, width = 256 // block.group, lattice.width
+    groups, width = 256 // block.group_size, lattice.width
     point_indices = numpy.empty((len(x), 256 // width), numpy.int32)
     signs, units = numpy.empty((len(x), 32), numpy.uint8), numpy.empty(len(x), numpy.float32)
     scales = numpy.empty((len(x), groups), numpy.float32)
     levels = numpy.empty((len(x), groups), numpy.uint8)
-    layout = (block.group, (0,) * width, len(lattice.digit_values))
+    layout = (block.group_size, (0,) * width, len(lattice.magnitudes))
     search_options = (lattice.signs == "even", tries // scale_stride, fit_positive, snap_mode)
     search_numbers = tuple(map(numpy.float32, (step * scale_stride, min_max, unit_factor)))
     odd_points = 2 * point_digits(grid).astype(numpy.float32) + 1
@@ -475,7 +475,10 @@ def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, skip_refit: bool)
     """Quantize blocks to IQ1; return codes, units, levels and, for iq1_s, the shifts of groups."""
     from quantforge.packers.lattices import ternary_loops
 
-    size, limits = GGML_BLOCKS[grid].group, map(numpy.float32, ternary_loops.GROUP_LIMITS[grid])
+    size, limits = (
+        GGML_BLOCKS[grid].group_size,
+        map(numpy.float32, ternary_loops.GROUP_LIMITS[grid]),
+    )
     codes = numpy.empty((len(x), 32), numpy.int32)
     is_lowered = numpy.empty((len(x), 32), numpy.bool_)
     levels = numpy.empty((len(x), 256 // size), numpy.uint8)

@@ -2,7 +2,7 @@
 
 The points are facts of the format. `scripts/lattice_points.py` reads them off what `gguf.quants.dequantize` makes of
 blocks that enumerate the codes, and writes ``points.bin``: 16 bits per point, its digits (indices into
-`Lattice.digit_values`, the first weight lowest) in base 3, or in base 8 for points of 4 weights.
+`Lattice.magnitudes`, the first weight lowest) in base 3, or in base 8 for points of 4 weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RANGE_8 = torch.arange(8, dtype=torch.int32)
 
 def digit_values(grid: str) -> NDArray[numpy.float32]:
     """Return the values that the digits of points stand for."""
-    return numpy.array(LATTICES[grid].digit_values, numpy.float32)
+    return numpy.array(LATTICES[grid].magnitudes, numpy.float32)
 
 
 @cache
@@ -43,7 +43,7 @@ def point_digits(grid: str) -> NDArray[numpy.uint8]:
     numbers = numpy.fromfile(
         POINTS_FILE, "<u2", lattice.num_points, offset=2 * points_before
     ).astype(numpy.int64)
-    base = len(lattice.digit_values)
+    base = len(lattice.magnitudes)
     return (numbers[:, None] // base ** numpy.arange(lattice.width) % base).astype(numpy.uint8)
 
 
@@ -67,7 +67,7 @@ def decode_values(codes: Tensor, grid: str) -> Tensor:
     if lattice.signs:
         negative = (sign_bits >> _RANGE_8[: lattice.weights_per_code].to(codes.device)) & 1
         values = torch.where(negative.bool(), -values, values)
-    elif lattice.shifts_codes:
+    elif lattice.shift_per_code:
         values = values + torch.where(sign_bits.bool(), -lattice.shift_size, lattice.shift_size)
     return values.flatten(-2)
 
@@ -101,7 +101,7 @@ class NeighborLists(NamedTuple):
 def neighbor_lists(grid: str) -> NeighborLists:
     """Compute the `NeighborLists` of a type."""
     lattice, digits = LATTICES[grid], point_digits(grid).astype(numpy.int64)
-    base, width = len(lattice.digit_values), lattice.width
+    base, width = len(lattice.magnitudes), lattice.width
     powers = base ** numpy.arange(width)
     keys = base**width
     point_of_key = numpy.full(keys, -1, numpy.int32)
@@ -157,15 +157,15 @@ class PointHalves(NamedTuple):
     Attributes:
         allowed: float32 ``[halves * halves]``, 0 if two halves form a point, else infinity.
         point_of_key: int32 ``[halves * halves]``: the index of the point in the table, or -1.
-        powers: float32 ``[16]``, once or twice 8 digits: what each digit adds to the position in `point_of_key`; 0 for
-            digits of the other point.
+        key_weights: float32 ``[16]``, once or twice 8 digits: what each digit adds to the position in `point_of_key`; 0
+            for digits of the other point.
         patterns: float32, for halves with three values: where each of the first three digits is 1, and where 2, then
             infinity where lanes are not a half.
     """
 
     allowed: NDArray[numpy.float32]
     point_of_key: NDArray[numpy.int32]
-    powers: NDArray[numpy.float32]
+    key_weights: NDArray[numpy.float32]
     patterns: NDArray[numpy.float32]
 
 
@@ -173,7 +173,7 @@ class PointHalves(NamedTuple):
 def point_halves(grid: str) -> PointHalves:
     """Compute the `PointHalves` of a type."""
     lattice = LATTICES[grid]
-    base, width = len(lattice.digit_values), lattice.width
+    base, width = len(lattice.magnitudes), lattice.width
     steps = numpy.array([1, 3, 9, 32] if base == 3 else [1, 8])
     num_lanes = 96 if base == 3 else 64
     powers = numpy.concatenate([steps * num_lanes, steps])

@@ -266,7 +266,7 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
         }
     if scheme.code_values:
         learned[CODES] = LearnedTableCodes.of(tensor.codes, scheme.code_values, rate)
-    elif block is not None and block.vector == 1:  # else a code picks a point
+    elif block is not None and block.weights_per_code == 1:  # else a code picks a point
         learned[CODES] = LearnedCodes(tensor.codes, (block.codes[0], block.codes[1]), rate)
     return learned
 

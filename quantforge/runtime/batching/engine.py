@@ -205,7 +205,7 @@ class ServingEngine:
             planned = perf_counter()
             if self._drafter is not None:
                 work = self._drafter.add(work)
-            choosing = [item for item in work if item.chooses]
+            choosing = [item for item in work if item.chooses_token]
             logits = self._logits(work)
             verified = [] if logits is None else _choose_tokens(logits, choosing)
             model_seconds = perf_counter() - planned
@@ -241,7 +241,7 @@ class ServingEngine:
         rows: list[int] = []
         for item in step_work:
             ids += item.ids
-            if item.chooses:
+            if item.chooses_token:
                 rows += range(len(ids) - 1 - len(item.tree.tokens), len(ids))
         is_decode_only = len(rows) == len(step_work) == len(ids)  # each part decodes one token
         if self._decoding_steps is not None and is_decode_only:
@@ -338,7 +338,7 @@ class StepDrafter:
     def add(self, work: Sequence[Work]) -> list[Work]:
         """Add drafted tokens to the work of a step, and reserve cache pages for them."""
         self._pace = None
-        if not all(item.chooses and item.tokens == 1 for item in work):
+        if not all(item.chooses_token and item.tokens == 1 for item in work):
             return list(work)
         self._pace = self._speculative.pace(len(work))
         max_drafted = min(self._pace.next_length(), self._budget // len(work) - 1)

@@ -74,7 +74,7 @@ class Work:
         return Span(self.row, self.tokens + len(self.tree.tokens), mask)
 
     @property
-    def chooses(self) -> bool:
+    def chooses_token(self) -> bool:
         """Return whether a new token is chosen after this step: no token of the request is left to compute."""
         return self.first + self.tokens == len(self.entry.tokens)
 

@@ -154,7 +154,9 @@ def _read_target_ids(
     """Return the model's token ids of the draft vocabulary; None if both vocabularies are the same."""
     if draft_vocabulary == vocabulary and heads.find("d2t") is None:
         return None
-    targets = heads.integers((draft_vocabulary,), "d2t").long() + torch.arange(draft_vocabulary)
+    targets = heads.read_integers((draft_vocabulary,), "d2t").long() + torch.arange(
+        draft_vocabulary
+    )
     if int(targets.min()) < 0 or int(targets.max()) >= vocabulary:
         raise heads.error(
             f"d2t leads to token {int(targets.max())}, the model has {vocabulary}",

@@ -157,7 +157,7 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
     )
     assert len({*found.chosen}) == 2
     plan, known = api.capacity(DEMO, Load(512, 2, "fp8"), path)
-    assert 0 <= 0.9 * 15.7e6 - known.needed() < 0.005 * known.weights_bytes
+    assert 0 <= 0.9 * 15.7e6 - known.needed_bytes() < 0.005 * known.weights_bytes
     assert plan.output_bytes == found.nbytes
 
 

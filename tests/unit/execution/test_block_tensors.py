@@ -16,7 +16,7 @@ def test_decays_of_a_gguf_file_stay_as_the_source_has_them_to_the_bit():
     values = {"A_log": torch.linspace(-4, 2, 12), "norm.weight": torch.linspace(0, 1, 12)}
     plans = [
         TensorPlan(name, "F32", (12,), Action.KEEP, "", outputs=(StoredTensor(name, "F32", (12,)),),
-                   decay=name == "A_log") for name in values
+                   negate_exp=name == "A_log") for name in values
     ]  # fmt: skip
     written = {plan.name: storage.convert_unquantized(plan, values[plan.name]) for plan in plans}
     present = {name: values[name].clone() for name in values}

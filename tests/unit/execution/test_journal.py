@@ -248,7 +248,8 @@ def planned(name: str, part: int) -> TensorPlan:
 def test_tensors_are_done_with_their_unit() -> None:
     names = {"embed": -1, "zero": 0, "one": 1, "head": -1}
     plan: Any = SimpleNamespace(
-        tensors=[planned(name, part) for name, part in names.items()], late=("head",)
+        tensors=[planned(name, part) for name, part in names.items()],
+        tensors_after_blocks=("head",),
     )
     units = {"outer": "embed", "block 0": "zero", "block 1": "one", "head": "head"}
     for unit, name in units.items():
@@ -260,7 +261,7 @@ def test_tensors_are_done_with_their_unit() -> None:
 def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
     plan: Any = SimpleNamespace(
         tensors=[planned("embed", -1), planned("one", 1), planned("head", -1)],
-        late=("head",),
+        tensors_after_blocks=("head",),
         needs=(),
         guided_hessians=0,
         tune=0,

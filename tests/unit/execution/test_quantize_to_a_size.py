@@ -76,7 +76,7 @@ def test_a_plan_says_what_is_measured_first():
     assert "4 rows of 64 tokens" in plan.notes[0]
     assert 3.35 < plan.bits_per_weight <= 3.4
     plan, use = api.capacity(DEMO, api.Load(512), target="16MB@512")
-    assert 0.99 * 0.9 * 16e6 < use.needed() <= 0.9 * 16e6
+    assert 0.99 * 0.9 * 16e6 < use.needed_bytes() <= 0.9 * 16e6
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
             ratios = ratios[value.float().abs() > 1e-5]  # others are few steps of float16
             assert not len(ratios) or 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
         block, most = GGML_BLOCKS[before.scheme.grid], 0
-        if block.vector == 1 and inside:
+        if block.weights_per_code == 1 and inside:
             single.add(before.scheme.grid)
             most = 1
         steps = (after.codes.int() - before.codes.int()).abs()

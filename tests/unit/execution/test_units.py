@@ -31,7 +31,11 @@ def plan_of(
     tune: int = 0,
 ) -> Any:
     return SimpleNamespace(
-        tensors=tensors, late=("head",), needs=needs, guided_hessians=guided_hessians, tune=tune
+        tensors=tensors,
+        tensors_after_blocks=("head",),
+        needs=needs,
+        guided_hessians=guided_hessians,
+        tune=tune,
     )
 
 

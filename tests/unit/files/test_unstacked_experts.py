@@ -72,7 +72,7 @@ def test_every_matrix_is_where_the_stack_has_it(tiny: Tiny, family: str) -> None
     assert torch.equal(view.read(norm), source.read(norm))
     assert torch.equal(view.read_rows(norm, 2, 9), source.read(norm)[2:9])
     assert view.original is source.original
-    assert view.facts == source.facts
+    assert view.source_notes == source.source_notes
     assert view.derived_declarations is None
 
 

@@ -106,7 +106,7 @@ def test_the_formula(tiny: Tiny, tmp_path: Path, options: dict[str, Any]) -> Non
             assert torch.equal(source.read_rows(name, first, last), whole[first:last])
         changed += 1
     assert changed == 6
-    assert "6 modules of rank 4; SHA-256" in source.facts["adapter"]
+    assert "6 modules of rank 4; SHA-256" in source.source_notes["adapter"]
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ def test_an_adapter_may_choose_among_layers(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
     tensors = low_rank(model, ("layers.1.self_attn.q_proj",))
     place = adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
-    assert "1 modules of rank 4" in open_plain_source(model, place).facts["adapter"]
+    assert "1 modules of rank 4" in open_plain_source(model, place).source_notes["adapter"]
 
 
 def test_nothing_is_merged_into_codes(tiny: Tiny, tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_only_groups_of_symmetric_integers_are_stored_turned(tiny: Tiny) -> None
     assert verdicts["transformers"].loads
     assert "decoded on loading" in verdicts["transformers"].reason
     assert not verdicts["vllm"].loads
-    assert all(tensor.turned for tensor in made.quantized())
-    assert not any(tensor.turned for tensor in plan(model, scheme="int4:g32:sym").tensors)
+    assert all(tensor.codes_transposed for tensor in made.quantized())
+    assert not any(tensor.codes_transposed for tensor in plan(model, scheme="int4:g32:sym").tensors)
     for scheme in ("int4:g32:asym", "int4:row:sym"):
         with pytest.raises(RefusedError, match="Conv1D"):
             plan(model, scheme=scheme, engine="transformers")

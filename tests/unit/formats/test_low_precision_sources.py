@@ -95,7 +95,7 @@ def test_tiles_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path, fami
         assert source.entries[name].dtype == "BF16"
         assert torch.equal(source.read(name).bfloat16(), theirs[name]), name
         strips_agree(source, name)
-    assert source.facts == {"precision": "fp8 (128x128 tiles)"}
+    assert source.source_notes == {"precision": "fp8 (128x128 tiles)"}
     assert "quantization_config" not in source.config
 
 
@@ -234,7 +234,7 @@ def test_experts_in_blocks_are_decoded_as_transformers_does(tiny: Tiny, tmp_path
         assert source.entries[name].shape == tuple(held[name].shape)
         assert torch.equal(source.read(name).bfloat16(), held[name]), name
         assert torch.equal(source.read_rows(name, 1, 3), source.read(name)[1:3])
-    assert source.facts == {"precision": "mxfp4"}
+    assert source.source_notes == {"precision": "mxfp4"}
     ids = torch.arange(24).view(1, -1)
     with torch.no_grad():
         expected = theirs.float()(ids).logits
@@ -344,7 +344,7 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
     for name, value in expected.items():
         assert torch.equal(source.read(name), value), name
         strips_agree(source, name)
-    assert source.facts["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
+    assert source.source_notes["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym"))
     assert verify(tmp_path / "q", model).findings == []
     api.export(model, out=tmp_path / "plain", format="plain")
@@ -358,7 +358,7 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         api.plan(model, recipe(scheme="int4:g32:sym"))
     (model / "hf_quant_config.json").write_text("{}")
-    assert open_plain_source(model).facts == source.facts
+    assert open_plain_source(model).source_notes == source.source_notes
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_compressed_tensors_are_a_source(
     expected = decode_checkpoint(open_model(model))
     (model / "quantforge.manifest.json").unlink()  # as if it were of somebody else
     source = open_plain_source(model)
-    assert source.facts == {"precision": words}
+    assert source.source_notes == {"precision": words}
     assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
     form = detect_format(open_model(model).config)
     for name in source.entries:

@@ -15,7 +15,7 @@ SIZES = [1, 2, 4, 16, 64, 12, 20, 28, 36, 44, 60, 84, 96, 112, 160, 180, 576, 89
 
 def matrix(rotation: Rotation) -> torch.Tensor:
     value = torch.eye(rotation.size)
-    rotation.along(value, 1)
+    rotation.rotate_axis(value, 1)
     return value.double()
 
 
@@ -62,7 +62,7 @@ def test_each_run_along_an_axis_is_multiplied_by_it(shape: tuple[int, ...], axis
     value = torch.randn(shape, generator=generator)
     rotation = Rotation(20, "x")
     lines = value.double().movedim(axis, -1).unflatten(-1, (-1, 20)) @ matrix(rotation)
-    rotation.along(value, axis)
+    rotation.rotate_axis(value, axis)
     torch.testing.assert_close(
         value.double(), lines.flatten(-2).movedim(-1, axis), atol=1e-5, rtol=0
     )
@@ -72,11 +72,11 @@ def test_no_bit_depends_on_what_is_rotated_at_once(monkeypatch: pytest.MonkeyPat
     value = torch.randn(48, 72, generator=torch.Generator().manual_seed(1))
     for axis, size in ((0, 48), (1, 24)):
         one, other = value.clone(), value.clone()
-        Rotation(size, "x").along(one, axis)
+        Rotation(size, "x").rotate_axis(one, axis)
         with monkeypatch.context() as patch:
             patch.setattr(hadamard, "TILE", 5 * size)
             torch.set_num_threads(2)
-            Rotation(size, "x").along(other, axis)
+            Rotation(size, "x").rotate_axis(other, axis)
             torch.set_num_threads(1)
         assert torch.equal(one, other)
     assert math.isclose(float(one.norm()), float(value.norm()), rel_tol=1e-6)

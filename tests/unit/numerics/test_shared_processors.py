@@ -108,18 +108,18 @@ def test_the_share_is_the_time_that_threads_ran_of_what_they_asked_for(monkeypat
     files = {f"/proc/self/task/{os.getpid()}/schedstat": counts, "/proc/stat": stat}
     system(monkeypatch, files)
     share = shared_processors.ProcessorShare()
-    assert share.so_far() == pytest.approx(0.75 * 0.8)  # the hypervisor took a fifth
+    assert share.current_share() == pytest.approx(0.75 * 0.8)  # the hypervisor took a fifth
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not count it")
 def test_this_system_counts_the_share():
     share = shared_processors.ProcessorShare()
     sum(range(3_000_000))
-    found = share.so_far()
+    found = share.current_share()
     assert found is not None
     assert 0 < found <= 1
 
 
 def test_nothing_is_said_where_the_system_does_not_count(monkeypatch):
     system(monkeypatch, {})
-    assert shared_processors.ProcessorShare().so_far() is None
+    assert shared_processors.ProcessorShare().current_share() is None

@@ -228,4 +228,6 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
 
 def test_panels_are_wide_enough_for_a_cache_line():
     assert LANES % row_loops.CACHE_LINE_FLOATS == 0
-    assert all(block.group % row_loops.CACHE_LINE_FLOATS == 0 for block in GGML_BLOCKS.values())
+    assert all(
+        block.group_size % row_loops.CACHE_LINE_FLOATS == 0 for block in GGML_BLOCKS.values()
+    )

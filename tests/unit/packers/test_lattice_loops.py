@@ -164,7 +164,7 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     lattice, draw = LATTICES[grid], torch.Generator().manual_seed(0)
     x, w = torch.randn(8, 64, generator=draw), torch.rand(8, 64, generator=draw) ** 2
     step = torch.rand(8, 64, generator=draw) + 2.5
-    step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.digit_values)
+    step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.magnitudes)
     shift = torch.full_like(x, -lattice.shift_size) if grid == "iq1_s" else None
     codes = nearest_weighted(x, step, shift, grid, w)
     found = decode_values(codes, grid) + (0 if shift is None else shift)

@@ -136,7 +136,7 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
     for mask in masks:
         if lattice.signs == "even" and mask.bit_count() % 2:
             continue
-        for turn in range(2 if lattice.shifts_codes else 1):
+        for turn in range(2 if lattice.shift_per_code else 1):
             q = decode_values((every | (mask | turn) << lattice.sign_shift).unsqueeze(1), grid)
             best = torch.minimum(best, ((t @ root).unsqueeze(1) - q @ root).square().sum(2).amin(1))
     if len(masks) > 1 or not lattice.signs:

@@ -99,9 +99,15 @@ def test_a_13b_in_16_bits_does_not_fit_24_gigabytes_and_4_bits_do(tmp_path):
     card = CARDS["rtx-4090"]
     plain = capacity(model, Load(1), recipe=Recipe(format="plain"))
     assert plain.weights_bytes == pytest.approx(26 * GB, rel=2e-3)
-    assert not plain.on("rtx-4090", card).fits
-    assert plain.on("rtx-4090", card).largest_batch == plain.on("", card).largest_context == 0
-    small = capacity(model, Load(4096), recipe=Recipe(method="rtn", bits=4)).on("rtx-4090", card)
+    assert not plain.on_card("rtx-4090", card).fits
+    assert (
+        plain.on_card("rtx-4090", card).largest_batch
+        == plain.on_card("", card).largest_context
+        == 0
+    )
+    small = capacity(model, Load(4096), recipe=Recipe(method="rtn", bits=4)).on_card(
+        "rtx-4090", card
+    )
     assert small.fits
     assert 1 <= small.largest_batch < 10
 
@@ -119,18 +125,22 @@ def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
     found = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
     card = Card(7.2 * GB, 0.0, 0.0, "")
-    row, room = found.on("", card), USABLE_MEMORY_SHARE * card.memory
+    row, room = found.on_card("", card), USABLE_MEMORY_SHARE * card.memory
     assert row.fits
-    assert found.needed(batch=row.largest_batch) <= room < found.needed(batch=row.largest_batch + 1)
-    assert found.needed(context=row.largest_context) <= room
-    assert room < found.needed(context=row.largest_context + 1)
+    assert (
+        found.needed_bytes(batch=row.largest_batch)
+        <= room
+        < found.needed_bytes(batch=row.largest_batch + 1)
+    )
+    assert found.needed_bytes(context=row.largest_context) <= room
+    assert room < found.needed_bytes(context=row.largest_context + 1)
     assert (row.seconds_per_token, row.tokens_per_second, row.cost_per_million) == (None,) * 3
 
 
 def test_price_of_a_million_tokens():
     traffic = WeightTraffic(1, 1, 1, 0, 0, 1.0, 1)
     found = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1)
-    row = found.on("", Card(0.0, 2000.0 * found.step_bytes(), 0.0, ""), price=2.0)
+    row = found.on_card("", Card(0.0, 2000.0 * found.step_bytes(), 0.0, ""), price=2.0)
     assert row.tokens_per_second == pytest.approx(2000)
     assert row.cost_per_million == pytest.approx(2 / 7.2)  # 0.28
 
@@ -142,11 +152,11 @@ def test_a_roofline_reads_every_byte_once_and_computes_every_product_once(tmp_pa
     one = capacity(model, Load(4096), recipe=plain)
     read = 2 * (8_030_261_248 - 128_256 * 4096) + 4096 * 131_072  # of the embedding one row
     assert one.step_bytes() == pytest.approx(read, rel=1e-3)
-    row = one.on("", card)
-    assert (row.bound, row.seconds_per_token) == ("bandwidth", one.step_bytes() / 3.35e12)
+    row = one.on_card("", card)
+    assert (row.limited_by, row.seconds_per_token) == ("bandwidth", one.step_bytes() / 3.35e12)
     many = capacity(model, Load(64, 4096), recipe=plain)
-    row = many.on("", card)
-    assert row.bound == "compute"
+    row = many.on_card("", card)
+    assert row.limited_by == "compute"
     assert row.seconds_per_token == pytest.approx(2 * 7.505e9 * 4096 / 989e12, rel=1e-3)
     assert row.tokens_per_second == 4096 / row.seconds_per_token
 

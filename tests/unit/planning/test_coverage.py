@@ -202,7 +202,7 @@ def test_stacked_experts_are_an_event_however_few_and_towers_are_named(tmp_path)
     }
     save_file(tensors, tower / "model.safetensors", {"format": "pt"})
     found = coverage(planned(tower).tensors)
-    assert (found.share, dict(found.kept), dict(found.towers)) == (
+    assert (found.share, dict(found.kept), dict(found.outside_blocks)) == (
         1.0,
         {},
         {"model.sam.blocks": 3 * H * H * 2},

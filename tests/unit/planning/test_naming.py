@@ -25,7 +25,7 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
         layer = parse_layer(text)
         layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
         tensors.append(TensorPlan(f"t{number}", "BF16", (256, 256), Action.QUANTIZE, "", layer))
-    return default_name(SimpleNamespace(path=path, facts={}), method, key, tensors, label)  # type: ignore[arg-type]
+    return default_name(SimpleNamespace(path=path, source_notes={}), method, key, tensors, label)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,10 @@ def test_the_rule(tmp_path, method, key, schemes, name):
 )
 def test_zeros_stay_in_the_name_of_what_is_made_of_them(tmp_path, pattern, name):
     tensors = [TensorPlan("t", "BF16", (256, 256), Action.KEEP, "", None, sparse=True)]
-    source, zeros = SimpleNamespace(path=tmp_path / "wren", facts={}), parse_sparsity(pattern)
+    source, zeros = (
+        SimpleNamespace(path=tmp_path / "wren", source_notes={}),
+        parse_sparsity(pattern),
+    )
     assert default_name(source, "wanda", "plain", tensors, zeros=zeros) == name  # type: ignore[arg-type]
     recipe = f'method = "wanda"\nformat = "plain"\nsparsity = "{pattern}"\n'
     made = {

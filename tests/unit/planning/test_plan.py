@@ -273,7 +273,7 @@ def test_a_quantized_head_loads_in_transformers(tiny, tmp_path, family):
     done = quantize(
         model, out, recipe("rtn", scheme="int8:g64:sym", lm_head="int8:g64:sym", scales="absmax")
     )
-    assert done.plan.late == ("lm_head.weight",)
+    assert done.plan.tensors_after_blocks == ("lm_head.weight",)
     assert all(verdict.loads for verdict in done.plan.engines if verdict.engine == "transformers")
     config = json.loads((out / "config.json").read_text())
     assert config["tie_word_embeddings"] is False

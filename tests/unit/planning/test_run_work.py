@@ -47,7 +47,7 @@ def test_without_data_weights_are_read_and_rounded(large: Path) -> None:
     found = work(large, "rtn", scales="absmax")
     assert found.operations.keys() == {"round"}
     assert found.source_bytes == (large / "model.safetensors").stat().st_size
-    assert (found.reads, found.states_bytes, found.guide_bytes) == (2, 0, 0)
+    assert (found.source_reads, found.states_bytes, found.guide_bytes) == (2, 0, 0)
     searched = work(large, "rtn").operations["round"]
     assert searched > found.operations["round"]
     table = work(large, "rtn", format="bnb", scheme="nf4:g64:sym", bits=None)
@@ -67,7 +67,7 @@ def test_tokens_pass_the_blocks_once_and_columns_are_multiplied_in_pairs(large: 
     few = work(large, "gptq", calibration=CalibrationOptions(samples=32))
     assert few.operations["observe"] == found.operations["observe"] / 4
     guided = work(large, "gptq", guided_hessians=2)
-    assert guided.reads == 4
+    assert guided.source_reads == 4
     assert guided.guide_bytes > 0
     assert guided.operations["pass"] > 2 * found.operations["pass"]
     tried = work(large, "awq+gptq").operations

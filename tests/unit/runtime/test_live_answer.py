@@ -26,7 +26,7 @@ def answer_of(
 ) -> tuple[list[str], StreamingCompletion, Fixed]:
     """Return pieces, and the answer, of a model that says given texts."""
     tokenizer = tokenizer_at(tiny("llama"))
-    said = [[*tokenizer.encode_all(text), END] for text in texts]
+    said = [[*tokenizer.encode_with_special_tokens(text), END] for text in texts]
     longest = max(map(len, said))
     steps = [[ids[min(place, len(ids) - 1)] for ids in said] for place in range(longest)]
     engine = Fixed(steps)
@@ -70,7 +70,7 @@ def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
 
 def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
     """It becomes U+FFFD when nothing follows."""
-    first = len(tokenizer_at(tiny("llama")).encode_all("a 世")) - 1
+    first = len(tokenizer_at(tiny("llama")).encode_with_special_tokens("a 世")) - 1
     limits = CompletionOptions(first, stop=("\ufffd",))
     pieces, answer, _ = answer_of(["a 世"], tiny, limits)
     assert answer.generated().stopped == "stop"
@@ -92,7 +92,7 @@ def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
 def test_an_answer_that_nobody_waited_for_was_interrupted(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
     side = TextProcessor(tokenizer, None, frozenset(), 1000)
-    engine = Fixed([[token] for token in tokenizer.encode_all("one two three")])
+    engine = Fixed([[token] for token in tokenizer.encode_with_special_tokens("one two three")])
     answer = StreamingCompletion(
         TextModel("m", "own", engine, side), [5], CompletionOptions(9), templated=False
     )

@@ -42,15 +42,15 @@ class Fixed:
 
 
 def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
-    before = tokenizer.encode_all(prompt)
+    before = tokenizer.encode_with_special_tokens(prompt)
     stream = TextStream(tokenizer, before)
-    ids = tokenizer.encode_all(prompt + text)[len(before) :]
+    ids = tokenizer.encode_with_special_tokens(prompt + text)[len(before) :]
     return [*(stream.add(token) for token in ids), stream.flush()]
 
 
 def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
-    assert len(tokenizer.encode_all("世")) > 1  # a character of several tokens
+    assert len(tokenizer.encode_with_special_tokens("世")) > 1  # a character of several tokens
     pieces = streamed(tokenizer, "A beginning. ", TEXT)
     assert "".join(pieces) == TEXT
     assert INCOMPLETE not in "".join(pieces)
@@ -60,7 +60,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
 def test_what_never_becomes_whole_comes_at_the_end(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
     stream = TextStream(tokenizer, [])
-    first = tokenizer.encode_all("世")[0]
+    first = tokenizer.encode_with_special_tokens("世")[0]
     assert stream.add(first) == ""
     assert stream.flush() == INCOMPLETE
 

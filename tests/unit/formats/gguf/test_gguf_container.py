@@ -52,8 +52,8 @@ def test_the_bytes_of_every_kind_of_value() -> None:
 
 TENSORS = [
     GgufTensor("t", "F32", (3,), fixed=b"0123456789ab"),
-    GgufTensor("e", "Q8_0", (2, 3, 64), pieces=2),
-    GgufTensor("h", "F16", (3, 2, 5), pieces=3),
+    GgufTensor("e", "Q8_0", (2, 3, 64), num_pieces=2),
+    GgufTensor("h", "F16", (3, 2, 5), num_pieces=3),
     GgufTensor("w", "BF16", (2, 4)),
     GgufTensor("q", "Q4_0", (4, 2, 32)),
 ]

@@ -185,7 +185,7 @@ def test_what_is_kept_comes_back_in_the_shape_of_the_source():
         return TensorPlan("x", "F32", shape, Action.KEEP, "", outputs=stored, **values)
 
     storage, value = get_storage("gguf"), torch.linspace(-4, 2, 12)
-    convolution, decay = plan((4, 1, 3), (4, 3)), plan((12,), (12,), decay=True)
+    convolution, decay = plan((4, 1, 3), (4, 3)), plan((12,), (12,), negate_exp=True)
     assert torch.equal(
         storage.restore_unquantized(
             convolution, storage.convert_unquantized(convolution, value.view(4, 1, 3))

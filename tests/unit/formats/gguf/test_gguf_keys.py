@@ -70,7 +70,13 @@ def outcome(config: Mapping[str, Any]) -> object:
         layers = declared.layer_kinds(config, found.dimensions)
     except (QuantForgeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return str(error)
-    return found.keys, found.computed, found.events, declared.for_config(config).outer, layers
+    return (
+        found.keys,
+        found.computed,
+        found.events,
+        declared.for_config(config).outer_parameters,
+        layers,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -135,7 +135,7 @@ def changed(file: GgufFile, **values: Any) -> GgufFile:
         old = metadata.pop(place, MetadataValue(ValueType.U32, 0))
         if value is not None:
             kind = ValueType.ARRAY if isinstance(value, list) else old.type
-            metadata[place] = MetadataValue(kind, value, old.element)
+            metadata[place] = MetadataValue(kind, value, old.element_type)
     return GgufFile(file.files, metadata, file.tensors)
 
 

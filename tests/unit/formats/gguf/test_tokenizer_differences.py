@@ -252,7 +252,7 @@ def test_what_is_accepted_by_name_is_an_event(tmp_path: Path) -> None:
 def test_ends_of_a_text_beyond_the_keys_are_an_event(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21]}')
     found = written(SAME["bytes"], tmp_path)
-    assert [found.special[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
+    assert [found.special_ids[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
     assert found.events == []
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21, 22]}')
     (event,) = written(SAME["bytes"], tmp_path).events
@@ -299,7 +299,7 @@ def test_tokens_that_the_settings_add_are_those_of_transformers(tmp_path: Path) 
     found = written(case, tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     stock = {
-        number: TokenType.CONTROL if item.special else TokenType.USER_DEFINED
+        number: TokenType.CONTROL if item.special_ids else TokenType.USER_DEFINED
         for number, item in loaded.added_tokens_decoder.items()
     }
     assert {found.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
