@@ -220,9 +220,8 @@ class RunWork:
     source_bytes: int  # of all weight files of the source
     source_reads: int  # how often the source's weight files are read
     output_bytes: int
-    states_bytes: (
-        int  # of hidden states, on disk in addition to the output if activations are stored there
-    )
+    # Bytes of hidden states, on disk in addition to the output if activations are stored there
+    states_bytes: int
     guide_bytes: int  # on disk during the backward pass of a guide
     operations: Mapping[str, float]  # by step: float32 operations, or as many as take equally long
 
@@ -251,9 +250,8 @@ class Plan:
         str, ...
     ] = ()  # tensors that are quantized after the last block: a quantized head
     needs: tuple[str, ...] = ()  # statistics that calibration collects (`model.statistics`)
-    guided_hessians: int = (
-        0  # number of strips of rows with their own guided Hessian; 0 for plain Hessians
-    )
+    # Number of strips of rows with their own guided Hessian; 0 for plain Hessians
+    guided_hessians: int = 0
     tune: int = 0  # tuning epochs after rounding; 0 for none
     unties_head: bool = False  # whether a tied head is stored separately
     name: str = ""  # default name of the result (`quantforge.planning.naming`)

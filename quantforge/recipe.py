@@ -80,9 +80,8 @@ class GptqOptions:
     """``[gptq]``: see `quantforge.quantizers.gptq.gptq`."""
 
     damping: float = 0.01  # of the mean of the Hessian's diagonal
-    shrinkage: float | None = (
-        None  # of the Hessian's diagonal, added to it; None: as the grid has it
-    )
+    # Share of the Hessian's diagonal that is added to it; None: as the grid has it
+    shrinkage: float | None = None
     refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each
     passes: int = 0  # of error feedback, each with scales fitted to what the last one rounded; 0: as the grid has it
 
@@ -130,9 +129,8 @@ class CalibrationOptions:
     samples: int = 128  # rows
     length: int = 512  # tokens of a row
     seed: int = 0
-    random_share: float | None = (
-        None  # share of the rows whose tokens are drawn at random, see `planning.calibration_rows`
-    )
+    # Share of the rows whose tokens are drawn at random, see `planning.calibration_rows`
+    random_share: float | None = None
     chat_template: bool = False  # render `messages` documents through the model's chat template
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
@@ -191,9 +189,8 @@ class Recipe:
     scheme: str | None = None
     format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
-    guided_hessians: int | None = (
-        None  # per matrix, each for a strip of its rows; 0: a plain one; None: by effort
-    )
+    # Hessians per matrix, each for a strip of its rows; 0: a plain one; None: by effort
+    guided_hessians: int | None = None
     tune: int | None = None  # epochs in which scales, norms and codes are learned; None: by effort
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
@@ -206,9 +203,8 @@ class Recipe:
     mtp: str = "keep"  # heads that predict further tokens: keep | quantize (plainly) | drop
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
-    pre_tokenizer: str | None = (
-        None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
-    )
+    # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
+    pre_tokenizer: str | None = None
     prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
     sparsity: str | None = None  # zeros of every row: a share, or how many of neighbours stay
     adapter: AdapterOptions = field(default_factory=AdapterOptions)

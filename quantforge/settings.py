@@ -51,14 +51,12 @@ class Settings:
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # path of the recipe's calibration text; the recipe's own name if empty
     adapter: Path | None = None  # path of the recipe's adapter
-    base_model: str = (
-        ""  # name of the original model on the hub, for the card; taken from the files if empty
-    )
+    # Name of the original model on the hub, for the card; taken from the files if empty
+    base_model: str = ""
     input_bits: int = 16  # activations of quantized products at run time: 16 or 8 bits
     split: bool = False  # split the model over the processes that torchrun has started
-    imatrix: Path | None = (
-        None  # importance file; recipes name it as the calibration source imatrix:NAME
-    )
+    # Importance file; recipes name it as the calibration source imatrix:NAME
+    imatrix: Path | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):

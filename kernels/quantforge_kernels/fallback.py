@@ -31,9 +31,8 @@ from quantforge_kernels.matmul_spec import (
 )
 
 TILE_WEIGHTS = 1 << 18  # 1 MiB decoded: stays in the second-level cache, as measured the fastest
-QUANTIZE_STRIP_ROWS = (
-    256  # rows per step: tensors above 32 MiB get new memory from the system each time
-)
+# Rows per step: tensors above 32 MiB get new memory from the system each time
+QUANTIZE_STRIP_ROWS = 256
 FLOAT8_DTYPES = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

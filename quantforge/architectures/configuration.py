@@ -16,9 +16,8 @@ from quantforge.architectures import architecture_of, text_config
 from quantforge.errors import InputError
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
-TIED_HEAD_REASON = (
-    "equal to the tied embedding"  # why a head that is stored a second time is left out
-)
+# Why a head that is stored a second time is left out
+TIED_HEAD_REASON = "equal to the tied embedding"
 FINAL_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Names of activations that transformers knows: the keys of `transformers.activations.ACT2FN`.
 _ACTIVATION_NAMES = re.compile(

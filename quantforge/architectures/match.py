@@ -49,9 +49,8 @@ from quantforge.architectures.towers import NUMBERED_NAME, find_decoder_lists
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
-MEASURED_INPUTS = (
-    "with measured inputs or a measured KV cache"  # what needs declarations beside methods
-)
+# What needs declarations beside methods
+MEASURED_INPUTS = "with measured inputs or a measured KV cache"
 NAME_RULE = (
     "a linear is every two-dimensional float tensor '*.weight' inside a numbered block of the decoder whose name "
     "contains none of: embed, lm_head, router, gate.weight, wte, wpe, weights_proj; and that is no norm, no "

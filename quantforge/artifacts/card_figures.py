@@ -20,9 +20,8 @@ from quantforge.files.opener import FILES
 from quantforge_files.roles import CARD as CARD_ROLE
 
 CARD = "README.md"
-HERE = (
-    "."  # path in the loading code, relative so that the card does not depend on where it is made
-)
+# Path in the loading code, relative so that the card does not depend on where it is made
+HERE = "."
 LOADED_FROM = "The code loads it from "
 
 

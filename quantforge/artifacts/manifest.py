@@ -37,9 +37,8 @@ from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # evaluation figures are written into it later
-RECORDED_NAME = (
-    "recorded_name"  # in what `read` returns of a file that was renamed: its name in the manifest
-)
+# Key in what `read` returns of a file that was renamed: its name in the manifest
+RECORDED_NAME = "recorded_name"
 _KEPT_OF_ALL = re.compile(r"(\d+) of (\d+)")
 # Packages whose version may change the result.
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")

@@ -159,9 +159,8 @@ def _write_directory(
     settings: Settings,
 ) -> None:
     """Write the configuration of the format, the index and the card, and add their fields to the manifest."""
-    from quantforge.model.transformers_layout import (
-        running_names,  # torch, which planning does without
-    )
+    # Imported late: it imports torch, which planning does without
+    from quantforge.model.transformers_layout import running_names
     from quantforge.model.transformers_loading import resolve_verdicts
 
     config = unquantized_config(checkpoint)

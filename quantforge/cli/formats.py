@@ -15,10 +15,8 @@ from quantforge.formats.convert import layer_scheme_in_format
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
 
-EXAMPLE_SHAPE, EXAMPLE_DTYPE = (
-    (512, 512),
-    "BF16",
-)  # shape and dtype of the matrix whose conversions are shown
+# Shape and dtype of the matrix whose conversions are shown
+EXAMPLE_SHAPE, EXAMPLE_DTYPE = (512, 512), "BF16"
 
 
 class VerdictWord(StrEnum):

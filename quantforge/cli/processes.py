@@ -40,9 +40,8 @@ from quantforge.__main__ import main
 processes.IS_WORKER.set()
 main()
 """
-_TAIL_BYTES = (
-    2000  # size of the end of a worker's stderr that is reported: it has the error and hint
-)
+# Size of the end of a worker's stderr that is reported: it has the error and hint
+_TAIL_BYTES = 2000
 IS_WORKER = threading.Event()  # set in a worker of --jobs, whose parent prints
 
 

@@ -53,9 +53,8 @@ class Clock:
     """Elapsed time of a verb, and an estimate of the remaining time."""
 
     started_at: float
-    work_span: tuple[float, float] | None = (
-        None  # elapsed seconds and share at the start of the actual work
-    )
+    # Elapsed seconds and share at the start of the actual work
+    work_span: tuple[float, float] | None = None
 
     @property
     def elapsed(self) -> float:

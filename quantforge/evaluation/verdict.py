@@ -24,9 +24,8 @@ SIZE_TOLERANCE = 0.005  # relative; headers and small tensors may differ by this
 MAX_RIVAL_SIZE = 1.25  # times the size of a model; larger models are not compared with it
 SIGNIFICANT_ERRORS = 2.0  # standard errors that make a difference significant
 SPEED_TOLERANCE = 0.05  # relative; smaller differences are within the noise between runs
-MAX_STEADY_SPREAD = (
-    1.0  # interquartile range of the step times of a reliable speed over their median
-)
+# Interquartile range of the step times of a reliable speed over their median
+MAX_STEADY_SPREAD = 1.0
 UNRELIABLE_MARK = "~"  # precedes an unreliable speed
 
 

@@ -101,9 +101,8 @@ class Verdict(StrEnum):
     EXACT = "exact"
     INEXACT = "inexact"  # scales have to be rounded: only with --allow-inexact
     IMPOSSIBLE = "impossible"
-    DEPENDS_ON_VALUES = (
-        "read"  # scales and zero points are read, and decide, before anything is written
-    )
+    # Scales and zero points are read, and decide, before anything is written
+    DEPENDS_ON_VALUES = "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +122,8 @@ class ModuleLayout:
     scheme: LayerScheme
     shape: tuple[int, int]
     tensor_names: tuple[str, ...]  # of its stored tensors, without the bias
-    act_order: bool | None = (
-        None  # desc_act in the configuration: groups are not consecutive columns
-    )
+    # `desc_act` in the configuration: groups are not consecutive columns
+    act_order: bool | None = None
     total_rows: int = 0  # of the whole weight, if this layout describes a slice of its rows
     transposed: bool = False  # codes and scales are stored ``[in_features, out_features]``
 

@@ -33,9 +33,8 @@ from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.threads import one_thread, run_parallel
 
 PRIOR_WEIGHT = 2.0  # tokens per input feature that the prior counts as: ``m``
-SAMPLE_TOKENS = (
-    8  # tokens per input feature of the inner prior and the expert's own tokens together
-)
+# Tokens per input feature of the inner prior and the expert's own tokens together
+SAMPLE_TOKENS = 8
 MIN_PRIOR_TOKENS = 1  # minimum tokens per input feature of the prior
 OFF_DIAGONAL_SHRINKAGE = 2.0  # ``c``
 PROBE_TOKENS = 8  # tokens that show which matrices read the input of the mixture directly

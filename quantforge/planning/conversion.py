@@ -103,7 +103,7 @@ class ExportPlan:
         plan: plan of the result.
         files: files of the result.
         layers: layers that are quantized in the source, by the name of the weight.
-        model_layout: tensors of the source, model_layout to its architecture.
+        model_layout: tensors of the source, matched to its architecture.
         tensors_to_quantize: tensors that are quantized only in the result: the embedding, or none.
         events: events that headers tell.
         requested_dtype: dtype that the user requested for decoded weights, accepting its rounding; None if none.

@@ -39,9 +39,8 @@ from quantforge.quantizers import RTN
 from quantforge.recipe import Recipe, from_toml
 from quantforge.scheme import LayerScheme, Sparsity
 
-_MAX_NAME_BYTES = (
-    120  # of the model's part, so that names of temporary files next to the result fit into 255
-)
+# Bytes of the model's part, so that names of temporary files next to the result fit into 255
+_MAX_NAME_BYTES = 120
 _FORMAT_SCALE_TYPES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
 
 

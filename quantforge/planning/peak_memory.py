@@ -45,9 +45,8 @@ STRIP_ELEMENTS = 1 << 19  # 2 MB: small enough to stay in the CPU's cache from o
 STRIP_COPIES = 13.0
 STRIP_COMPILER_BYTES = 45_000_000
 CODE_COPIES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
-JOINED_CODE_COPIES = (
-    0.75  # float32 copies of a matrix whose strips are joined: codes, and packed codes
-)
+# Float32 copies of a matrix whose strips are joined: codes, and packed codes
+JOINED_CODE_COPIES = 0.75
 PART_ROWS = 2048  # rows of the two parts that are rounded at a time
 # For experts.
 SPREAD_COPIES = 2.5  # copies of tokens that are sent to all experts: weighted inputs, and outputs
@@ -56,9 +55,8 @@ ROUTING_BYTES = 8  # an index and a routing weight
 FREED_BLOCKS = 2  # size, in blocks, of freed results that the allocator keeps (measured)
 LEARNED_COPIES = 6  # float32 copies of the logits of a row and of every learned parameter
 CODE_BYTES = 6  # bytes of a learned code: its offset, a moment of its gradients, two snapshots
-EXPERT_STATE_COPIES = (
-    4  # per token of a step: inputs and outputs of the experts, and their gradients
-)
+# Copies per token of a step: inputs and outputs of the experts, and their gradients
+EXPERT_STATE_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, with the model_layout checkpoint and the recipe that it was made from.
+    """A plan, with the model layout and the recipe that it was made from.
 
     Attributes:
         plan: the plan.
-        model_layout: tensors of the source, model_layout to its architecture.
+        model_layout: tensors of the source, matched to its architecture.
         files: files of the result.
         recipe: the recipe with its format, method and effort settings filled in.
     """
@@ -328,11 +328,11 @@ def vision_tower_file(checkpoint: Checkpoint, file_format: Format) -> ProjectorF
 def _match_with_declarations(
     checkpoint: Checkpoint, model_layout: ModelLayout, feature: str
 ) -> ModelLayout:
-    """Return the model model_layout with declarations of its family, which are derived if there are none.
+    """Return the model layout with declarations of its family, which are derived if there are none.
 
     Args:
         checkpoint: the model.
-        model_layout: the model as model_layout so far.
+        model_layout: the layout of the model, possibly without declarations.
         feature: what needs the declarations, as in ``--method WHAT``.
 
     Raises:

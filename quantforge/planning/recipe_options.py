@@ -278,9 +278,8 @@ def _describe_recipe(name: str, path: Path) -> BuiltinRecipe:
 
 
 def _bits(recipe: Recipe) -> int:
-    from quantforge.formats.gguf.mixture import (
-        MIXTURE_BY_BITS,  # imported late: --help does not need it
-    )
+    # Imported late: --help does not need it
+    from quantforge.formats.gguf.mixture import MIXTURE_BY_BITS
 
     if recipe.type is not None:
         return next(bits for bits, mixture in MIXTURE_BY_BITS.items() if mixture == recipe.type)

@@ -47,9 +47,8 @@ class Scoring:
     text: str = ""
     windows: int = 80
     length: int = 512
-    speed: bool = (
-        False  # also measure speed: times, and so the bytes of the report, differ between runs
-    )
+    # Also measure speed: times, and so the bytes of the report, differ between runs
+    speed: bool = False
     reports: tuple[str, ...] = ("md", "json")
 
 

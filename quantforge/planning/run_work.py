@@ -46,12 +46,10 @@ ATTENTION_COST = 3.0  # per query row and pair of tokens, as softmax costs more 
 ACTIVATION_COST = 200.0  # per activation of a token: norms, activation functions, rotary embeddings
 BACKWARD_PASSES = 4.0  # cost of a backward pass in forward passes: recomputation and gradients
 GRADIENT_ROWS = 32  # at least so many calibration rows, evenly spread, have gradients when candidates are measured
-OUTPUT_ROWS = (
-    256  # at least so many rows of a matrix, evenly spread, are rounded under every candidate
-)
-INNER_SAMPLE = (
-    8  # minimum number of tokens per column for the statistics of an expert's inner activations
-)
+# At least so many rows of a matrix, evenly spread, are rounded under every candidate
+OUTPUT_ROWS = 256
+# Minimum number of tokens per column for the statistics of an expert's inner activations
+INNER_SAMPLE = 8
 
 
 def seconds_of(work: RunWork, threads: int) -> dict[str, float]:

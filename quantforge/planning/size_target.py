@@ -42,7 +42,7 @@ _SIGNIFICANT_DIGITS = 4  # of sizes in hints
 
 @dataclass(frozen=True, slots=True)
 class SizeRequest:
-    """A requested size: a target as it was typed, or a model whose size is to be model_layout.
+    """A requested size: a target as it was typed, or a model whose size is to be matched.
 
     Attributes:
         target, like: the target or the path of the model; the other one is None.

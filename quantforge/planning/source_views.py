@@ -47,9 +47,8 @@ def source_as_read(
     if settings.adapter is not None:
         source = merge_adapter(source, open_adapter(settings.adapter))
     if recipe.engine == TRANSFORMERS and key != GGUF and needs_conversion(source.config):
-        from quantforge.model.transformers_layout import (
-            running_layout,  # torch, which planning does without
-        )
+        # Imported late: it imports torch, which planning does without
+        from quantforge.model.transformers_layout import running_layout
 
         source = running_layout(source)
     return single_experts(source, key, recipe)

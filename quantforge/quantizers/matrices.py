@@ -22,9 +22,8 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
 DOMINANCE_RATIO = 20  # times the root mean square of a group, see `_dominated_group_events`
-MAX_DOMINANCE_SHARE = (
-    0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square
-)
+# Share of the norm of a group: no weight of a small group is 20 times its root mean square
+MAX_DOMINANCE_SHARE = 0.95
 PREFIX_COLUMNS = 32  # leading values that mostly suffice to show that a row is not 0
 LOST_SIGNAL_SHARE = 0.9  # of the squares of the others: such an error leaves no signal
 

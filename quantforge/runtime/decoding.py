@@ -209,9 +209,8 @@ class DecodingStep:
         can_capture = decoder.device.type == "cuda" and not decoder.needs_host_sync
         self._use_cuda_graph = can_capture if graph is None else graph
         self._use_recorded_programs = graph is None and best_instruction_set() is not None
-        self._recorded_inputs: BlockInputs | None = (
-            None  # the tensors that the recorded programs read
-        )
+        # The tensors that the recorded programs read
+        self._recorded_inputs: BlockInputs | None = None
         self.recorded: RecordedPrograms | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:

@@ -128,9 +128,8 @@ class PackedLinear(PackedWeights):
         if columns is not None:
             outlier_weight = tensor.parameters["outlier_weight"][:, : len(columns)]
             self._outliers = outlier_weight.T.contiguous().to(device)
-        self._decoded_tiles: dict[int, Tensor] | None = (
-            None  # cached decoded tiles, see `cache_decoded_weights`
-        )
+        # Cached decoded tiles, see `cache_decoded_weights`
+        self._decoded_tiles: dict[int, Tensor] | None = None
         self.failure: str | None = None
         self.store_packed(self._prepare_with_fallback(weight))
         self.bias = None

@@ -435,9 +435,8 @@ class PackedStack(PackedWeights):
         if self.failure is not None:
             self.failure = f"{self.chosen.name}: {self.failure}"
             self.chosen = grouped.make_looped_kernel(fallback.KERNEL)
-        self._decoded_tiles: dict[int, dict[int, Tensor]] | None = (
-            None  # decoded tiles of each expert
-        )
+        # Decoded tiles of each expert
+        self._decoded_tiles: dict[int, dict[int, Tensor]] | None = None
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
             for expert in range(experts):

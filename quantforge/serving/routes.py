@@ -39,9 +39,8 @@ from quantforge_kernels.kv import PAGE_SIZE
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 BODY_SECONDS = 60.0
-MAX_DISCARD_FACTOR = (
-    16  # times the largest body: discarded, for clients that read only after sending everything
-)
+# So many times the largest body are discarded, for clients that read only after sending everything
+MAX_DISCARD_FACTOR = 16
 STREAM_END_SECONDS = 5.0  # time to send the end of a stream to a client that does not read
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -154,9 +154,8 @@ def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family
     recurrent = any("A_log" in tensor.name for tensor in model_layout.tensors)
     most = 0.06 if recurrent else 0.02  # a state carries what was lost to later tokens
     if family.startswith("gemma4"):
-        most *= (
-            3  # scores are not divided by the root of a head, and more layers add to what is lost
-        )
+        # Scores are not divided by the root of a head, and more layers add to what is lost
+        most *= 3
     found = {}
     for precision in ("float32", "bfloat16"):
         with ModelStream(

@@ -279,6 +279,26 @@ def test_files_that_documents_name_are_there():
                 assert any(name.endswith(f"/{named}") for name in names), (path.name, named)
 
 
+# The pattern of a page about something that is to be added, and a verb in a list of verbs.
+PLACEHOLDERS = re.compile(r"NAME|\*|^quantforge/evaluations$|^docs/results/quality$")
+
+
+def test_paths_that_documents_name_are_there():
+    """Every path from the root of the repository, in text, commands and tables: folders and other files, too."""
+    names = [file.relative_to(ROOT) for file in tracked()]
+    there = {name.as_posix() for file in names for name in (file, *file.parents)}
+    folders = "|".join(sorted({name.parts[0] for name in names if len(name.parts) > 1}))
+    path_pattern = re.compile(rf"(?<![\w./<-])((?:{folders})/[\w./*-]*[\w*])")
+    found = {
+        path.name: missing
+        for path in pages()
+        if path.name != "CHANGELOG.md"
+        and (missing := [name for name in path_pattern.findall(path.read_text(encoding="utf-8"))
+                         if name not in there and not PLACEHOLDERS.search(name)])
+    }  # fmt: skip
+    assert found == {}
+
+
 def test_the_wheel_is_asked_for_all_packages_and_their_data():
     """That it holds all of their files is seen in `test_wheel`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

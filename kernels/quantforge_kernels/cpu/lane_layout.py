@@ -19,9 +19,8 @@ from math import lcm
 import torch
 from torch import Tensor
 
-MAX_BLOCK_COLUMNS = (
-    64  # a 32-bit sum has room for 128, but LLVM generates slower code for the longer loop
-)
+# A 32-bit sum has room for 128, but LLVM generates slower code for the longer loop
+MAX_BLOCK_COLUMNS = 64
 MAX_UNIT_COLUMNS = 512
 PAIR_ORDER = (0, 2, 1, 3)  # of four columns: the order in which fields of 16 bits give them
 

@@ -41,9 +41,8 @@ from quantforge_kernels.matmul_spec import (
 )
 
 MAX_FUSED_ROWS = 64
-MAX_MATVEC_PAIRS = (
-    16  # pairs, or as many as a quarter of the matrices: then few of them share an owner
-)
+# Pairs, or as many as a quarter of the matrices: then few of them share an owner
+MAX_MATVEC_PAIRS = 16
 SLAB_BYTES = 64 << 20  # of decoded weights, when there are many rows
 _FIRST_NON_FINITE = {"fp8": 0x7F, "e5m2": 0x7C}  # the least such byte without its sign
 TARGET_PROGRAMS = 8 * 132  # wanted: enough warps to keep the memory of a large GPU busy

@@ -172,9 +172,8 @@ MINISTRAL3 = replace(
 )
 
 
-_TOWER_EPSILON = (
-    1e-5  # of the tower's norms in transformers' code; llama.cpp also uses it for the projector
-)
+# Epsilon of the tower's norms in transformers' code; llama.cpp also uses it for the projector
+_TOWER_EPSILON = 1e-5
 _TOWER_ROPE_THETA = 1e4  # fixed in llama.cpp
 _ACTIVATION_KEYS = {"silu": "use_silu", "gelu": "use_gelu"}
 

@@ -77,9 +77,8 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-TEMPLATE_KEY = (
-    "tokenizer.chat_template"  # the default; a template of another name is under TEMPLATE.NAME
-)
+# The default; a template of another name is under TEMPLATE.NAME
+TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 @dataclass(slots=True)

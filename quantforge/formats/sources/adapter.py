@@ -249,9 +249,8 @@ _UNMERGEABLE_TYPES = frozenset(
 )  # fmt: skip
 _OPTIONAL_BOOL = (bool, NoneType)
 _MOST_SHOWN = 100  # characters of a name
-_MOST_SAVED = (
-    1000  # entries of `modules_to_save`, each looked for among all tensors; PEFT writes a few
-)
+# Entries of `modules_to_save`, each looked for among all tensors; PEFT writes a few
+_MOST_SAVED = 1000
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"),

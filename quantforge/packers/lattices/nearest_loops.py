@@ -43,9 +43,8 @@ from quantforge.numerics.compiled import (
 )
 from quantforge.packers.lattices.magnitude_loops import split_signs
 
-NUM_FIRST_POINTS = (
-    4  # first points that are combined with the best second one, if two points share a code
-)
+# First points that are combined with the best second one, if two points share a code
+NUM_FIRST_POINTS = 4
 _ZERO, _ONE, _TWO, _EIGHT = (numpy.float32(value) for value in (0, 1, 2, 8))
 # The smallest normal float16, and constants that round to float16 below and above it.
 _MIN_NORMAL, _SUBNORMAL_ROUNDER = numpy.float32(2.0**-14), numpy.float32(0.75)

@@ -28,9 +28,8 @@ from quantforge.quantizers.gptq.hessian import Objective
 from quantforge.scheme import Scheme
 
 PANEL = 256  # minimum number of columns that share one product with the whole Hessian
-SWEEPS_PER_PANEL = (
-    2  # sweeps over a panel (parameters of groups, then codes) that share that product
-)
+# Sweeps over a panel (parameters of groups, then codes) that share that product
+SWEEPS_PER_PANEL = 2
 CHUNK = 32  # columns between updates of the panel's gradient
 
 

@@ -331,9 +331,8 @@ class StepDrafter:
         self._speculative, self._cache = speculative, cache
         self._budget, self._counts = budget, counts
         self._drafters: dict[str, Drafter] = {}
-        self._pace: DraftLengthController | None = (
-            None  # of the step; None: it may have no drafted tokens
-        )
+        # The controller of the step; None: it may have no drafted tokens
+        self._pace: DraftLengthController | None = None
 
     def add(self, work: Sequence[Work]) -> list[Work]:
         """Add drafted tokens to the work of a step, and reserve cache pages for them."""

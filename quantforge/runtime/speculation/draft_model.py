@@ -53,9 +53,8 @@ class ModelDrafter(Drafter):
         capacity = min(max_tokens, decoder.positions)
         self._cache = allocate_text_cache(decoder.cache, capacity)
         self._step = DecodingStep(decoder, self._cache)
-        self._cached_tokens = (
-            0  # tokens of the text in the cache; computed nodes of the last tree follow
-        )
+        # Tokens of the text in the cache; computed nodes of the last tree follow
+        self._cached_tokens = 0
         self._tree, self._computed = DraftTree(), 0
 
     @torch.inference_mode()
