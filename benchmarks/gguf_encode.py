@@ -46,16 +46,8 @@ TYPES = [
     "iq4_nl",
 ]
 TYPES += ["tq1_0", "tq2_0", "mxfp4", *LATTICES]
-QUICK = {
-    "q8_0",
-    "q4_0",
-    "q4_1",
-    "q5_0",
-    "q5_1",
-    "tq1_0",
-    "tq2_0",
-    "mxfp4",
-}  # of ggml, without an importance
+# Types of ggml, without an importance
+QUICK = {"q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4"}
 
 
 def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "search") -> Tensor:

@@ -40,9 +40,8 @@ class Settings:
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
     note: Callable[[str], None] = lambda _: None  # receives notes for the user before the work
-    announce: Callable[[Plan, Path], None] = lambda _plan, _out: (
-        None
-    )  # called before the work, and before a measurement
+    # Called before the work, and before a measurement
+    announce: Callable[[Plan, Path], None] = lambda _plan, _out: None
     serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     mmproj: bool = False  # also write the vision tower beside a GGUF file, as llama.cpp reads it

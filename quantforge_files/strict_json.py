@@ -125,9 +125,8 @@ def _find_escaped(chunk_bytes: Any, *, first_is_escaped: bool) -> tuple[Any, boo
     if not backslashes.any():
         return escaped, False
     positions = np.arange(len(chunk_bytes), dtype=np.int32)
-    last_other = np.maximum.accumulate(
-        np.where(backslashes, -1, positions)
-    )  # the last byte that is none
+    # The last byte that is none
+    last_other = np.maximum.accumulate(np.where(backslashes, -1, positions))
     run_length = positions - last_other  # of backslashes that ends here
     run_length[last_other < 0] += int(first_is_escaped)
     is_odd = (run_length & 1).astype(bool)

@@ -50,9 +50,8 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 
 ROOT = Path(__file__).parents[1]
-OWN = re.compile(
-    r"(m|\.m\.qf|\.m\.gguf\.qf)/.*|m(-\d{5}-of-\d{5})?\.gguf(\.quantforge\.json)?"
-)  # of the runs
+# Paths of the runs' own files
+OWN = re.compile(r"(m|\.m\.qf|\.m\.gguf\.qf)/.*|m(-\d{5}-of-\d{5})?\.gguf(\.quantforge\.json)?")
 NEIGHBOURS = re.compile(r"\.?(near|other)[./].*")
 CANARIES = (
     "canary/model.safetensors", "canary/notes.txt", "m-00001-of-00002.safetensors", "m-00001-of-00009.gguf.bak",
@@ -212,10 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Kill, give the command again, compare; return the exit code."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    claims.HEARTBEAT_SECONDS, claims.LEASE_SECONDS = (
-        0.05,
-        0.5,
-    )  # of a run that is killed and given again
+    # Of a run that is killed and given again
+    claims.HEARTBEAT_SECONDS, claims.LEASE_SECONDS = 0.05, 0.5
     moments = random.Random(options.seed)
     kills: Counter[str] = Counter()
     results: Counter[str] = Counter()

@@ -147,9 +147,8 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 
 
 Sampled = TypeVar("Sampled")
-Place = tuple[
-    ast.AST, Callable[[], str], Callable[[], None]
-]  # what has the line, its text, the change
+# What has the line, its text, the change
+Place = tuple[ast.AST, Callable[[], str], Callable[[], None]]
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,8 @@ VOLATILE = {
 # Verbs whose figures are measured: their documents are compared without numbers.
 MEASURES = ("bench", "doctor", "serve")
 
-OUTPUT = re.compile(
-    r"(?:-o|--report|^demo) ([0-9a-f]{8})/"
-)  # the directory of what a command writes
+# The directory of what a command writes
+OUTPUT = re.compile(r"(?:-o|--report|^demo) ([0-9a-f]{8})/")
 CALIBRATION = "--calibration builtin --samples 6 --length 128"
 METHODS = ("rtn", "gptq", "awq", "awq+gptq", "smooth", "smooth+gptq", "rotate", "rotate+gptq")
 FORMAT_SCHEMES = (

@@ -70,9 +70,8 @@ def check_hints(verb: str, printed: str) -> None:
     for hint in re.findall(r"^hint: (.*(?:\n(?!\w+:).+)*)", printed, re.MULTILINE):
         named = re.findall(r"quantforge ([a-z]+)", hint)
         assert {*named} <= {*commands, "help"}, hint
-        files = (
-            ("quantize", "eval") if verb == "release" else ()
-        )  # a key of its file is named as their option
+        # A key of its file is named as their option
+        files = ("quantize", "eval") if verb == "release" else ()
         verbs = [commands[name] for name in (verb, *named, *files) if name in commands]
         known = {
             flag

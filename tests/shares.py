@@ -15,9 +15,8 @@ from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.tensor_parallel import TensorParallelRank
 
 Found = TypeVar("Found")
-LOADING = (
-    Lock()
-)  # reading sources of transformers in two threads at once ends in an error of Python
+# Reading sources of transformers in two threads at once ends in an error of Python
+LOADING = Lock()
 PATIENCE = 60  # seconds, of a thread that waits for another
 
 

@@ -207,9 +207,8 @@ def _build_result(
     unquantized = [tensor for tensor in tensors if tensor.name not in quantized_names]
     schemes = Counter(scheme for scheme, _ in layers.values())
     schemes.update(tensor.dtype for tensor in unquantized)
-    blocks = [
-        tensor for tensor in unquantized if tensor.dtype not in DTYPE_BITS
-    ]  # GGUF block types
+    # GGUF block types
+    blocks = [tensor for tensor in unquantized if tensor.dtype not in DTYPE_BITS]
     quantized = sum(count for _, count in layers.values())
     quantized += sum(math.prod(tensor.shape) for tensor in blocks)
     quantized_names.update(tensor.name for tensor in blocks)

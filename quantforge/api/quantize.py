@@ -280,9 +280,8 @@ def _run_shared(job: Job) -> Outcome:
     stage, settings, planned = job.stage, job.settings, job.planned
     units = claimable_units(list_units(planned.plan, planned.model_layout.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
-    shared_settings = replace(
-        settings, activations="disk"
-    )  # processes exchange hidden states in files
+    # Processes exchange hidden states in files
+    shared_settings = replace(settings, activations="disk")
     required_bytes = planned.plan.output_bytes + space(job.checkpoint, planned, shared_settings)
     note = settings.note
     run_locked(

@@ -290,9 +290,8 @@ def _check_directory(directory: Path) -> None:
     """Check that a directory is missing, empty or a release; errors as `check_results_directory`."""
     check_results_directory(directory)
     lock_directory = run_folder(directory / SPEC)  # lock of a process that starts this release
-    partial_manifest = re.compile(
-        rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part"
-    )  # left by a killed process
+    # Left by a killed process
+    partial_manifest = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part")
     entries = directory.iterdir() if directory.exists() else ()
     other_files = [
         path

@@ -134,9 +134,8 @@ def _read_prompts(
         raise UsageError(
             f"--generated {source}: one source of prompts", "give one file, or builtin"
         )
-    max_bytes = (
-        MAX_PROMPT_BYTES + 4
-    )  # a text cut here, even inside of a character, is still detected as too long
+    # A text cut here, even inside of a character, is still detected as too long
+    max_bytes = MAX_PROMPT_BYTES + 4
     prompts = list(
         documents(
             parsed[0],

@@ -33,9 +33,8 @@ _MAX_SIZES: Mapping[str, int] = {
     "vocab": 1 << 26,
     "positions": 1 << 30,
 }
-_ATTENTION_TYPES = frozenset(
-    {"full_attention", "sliding_attention"}
-)  # of layers of the declared families
+# Types of layers of the declared families
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
 _EXPERT_NAME = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
-_PER_PART_KEYS = frozenset(
-    {"moe_intermediate_size"}
-)  # may be a list, with one value per group of experts
+# May be a list, with one value per group of experts
+_PER_PART_KEYS = frozenset({"moe_intermediate_size"})
 _SHARED_COUNT = re.compile(r"n(um)?_shared_experts")
 _LAYER_LIST_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 

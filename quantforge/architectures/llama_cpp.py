@@ -13,10 +13,8 @@ from quantforge.errors import QuantForgeError
 
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2  # gating functions of routers, as numbered in GGUF
 SCALINGS = ("linear", "yarn")  # kinds of rotary scaling that have metadata keys
-SCALINGS_WITH_TABLE = (
-    *SCALINGS,
-    "llama3",
-)  # for graphs that also read a table of frequency divisors
+# For graphs that also read a table of frequency divisors
+SCALINGS_WITH_TABLE = (*SCALINGS, "llama3")
 
 
 class GgufKeys(Protocol):

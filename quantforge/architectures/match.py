@@ -468,9 +468,8 @@ class _DeclaredTensor:
                 f"{header.name}: shape {list(header.shape)}, the config asks for {list(self.shape)}"
             ]
         of_module = self.name.rpartition(".")[2] in {"weight", "bias"}
-        may_be_integer = self.role is Role.OTHER and (
-            self.block < 0 or not of_module
-        )  # counters, tables
+        # Counters, tables
+        may_be_integer = self.role is Role.OTHER and (self.block < 0 or not of_module)
         if header.dtype not in FLOAT_DTYPES and not may_be_integer:
             return [
                 f"{header.name}: type {header.dtype}, not one of {', '.join(sorted(FLOAT_DTYPES))}"

@@ -35,13 +35,8 @@ def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str,
         stage: directory with every file of the result except the manifest.
         name: name of the result.
     """
-    excluded_endings = (
-        NAME,
-        MANIFEST_SUFFIX,
-        STATEMENT,
-        BILL,
-        SIGNATURE_SUFFIX,
-    )  # possibly left by an interrupted publication
+    # Possibly left by an interrupted publication
+    excluded_endings = (NAME, MANIFEST_SUFFIX, STATEMENT, BILL, SIGNATURE_SUFFIX)
     files = [
         path
         for path in stage.rglob("*")

@@ -59,10 +59,8 @@ VERBS: Mapping[str, str] = {
     "help": "Show the options of a verb.",
 }
 FUNCTION_NAMES = {"eval": "evaluate"}  # functions and modules whose name differs from their verb
-DECODING_VERBS = {
-    "eval",
-    "generate",
-}  # their matrix products are so small that threads should not sleep between them
+# Their matrix products are so small that threads should not sleep between them
+DECODING_VERBS = {"eval", "generate"}
 # Verbs that keep the finished part of an interrupted run.
 RESUMABLE_VERBS = {"allocate", "quantize", "release", "sweep"}
 

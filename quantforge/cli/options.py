@@ -314,9 +314,8 @@ LOAD_OPTIONS: Mapping[str, tuple[Any, Any]] = {
 }  # fmt: skip
 DEVICE_OPTIONS, PARALLEL_OPTIONS = ("device", "threads", "offline"), ("jobs", "join", "activations")
 POLICY_OPTIONS, DISPLAY_OPTIONS = ("strict", "allow"), ("as_json", "quiet", "json_progress")
-OptionValues = Mapping[
-    str, Any
-]  # values of a group of options by name; None for a switch that is off
+# Values of a group of options by name; None for a switch that is off
+OptionValues = Mapping[str, Any]
 
 
 def run_options(*names: str) -> list[inspect.Parameter]:

@@ -25,10 +25,8 @@ MACHINE_SECONDS, MACHINE_SILENCE = 0.1, 5.0
 EARLY_SECONDS, EARLY_SILENCE = 300.0, 4.0  # a person may be watching at first
 HOLD_SECONDS = 0.7  # no line of a log before this, so that an early error stands alone
 MIN_SHARE = 0.02  # the work counts as started from this share on
-STEADY_SHARE, STEADY_SECONDS = (
-    0.1,
-    60.0,
-)  # progress or time since the start of the work before the end is estimated
+# Progress or time since the start of the work before the end is estimated
+STEADY_SHARE, STEADY_SECONDS = 0.1, 60.0
 REFRESHES = 4  # of the bar per second
 BAR_WIDTH = 16
 

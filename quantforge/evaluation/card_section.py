@@ -30,10 +30,8 @@ _COLUMNS = (
     ("tokens per second", "decode_tokens_per_second", "", 1.0),
     ("first token, s", "ttft_seconds", "", 1.0),
 )
-_SPEED_KEYS = (
-    "decode_tokens_per_second",
-    "ttft_seconds",
-)  # omitted if other programs slowed the measurement down
+# Omitted if other programs slowed the measurement down
+_SPEED_KEYS = ("decode_tokens_per_second", "ttft_seconds")
 _SIZE_COLUMNS = (("weights", "weight_bytes"), ("peak memory", "peak_bytes"))
 # Key of the figure, metric type on the hub, metric name.
 _HUB_METRICS = (

@@ -50,9 +50,8 @@ class CalibrationData:
     events: tuple[Event, ...]
     sources: tuple[str, ...]  # as named in the recipe
     notes: tuple[str, ...] = ()  # messages about the rows and chat templates
-    unused: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # ignored columns of each dataset file
+    # Ignored columns of each dataset file
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """Return the calibration report as plain data for the manifest."""

@@ -49,9 +49,8 @@ class DataFreeRounder:
         if unit.name == HEAD:
             return self._rounding.round_head(unit.tensors, Statistics())
         record: Record = {}
-        tensors = sorted(
-            unit.tensors, key=_is_rounded_in_strips
-        )  # matrices in strips come last, pipelined
+        # Matrices in strips come last, pipelined
+        tensors = sorted(unit.tensors, key=_is_rounded_in_strips)
         tensors_with_progress = _report_progress(tensors)
         with BackgroundTask(self._rounding.workers) as background:
             for tensor in islice(

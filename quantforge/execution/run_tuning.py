@@ -249,9 +249,8 @@ class TuningStep:
         def stored(local: str) -> Tensor:
             plan = unquantized[local]
             (value,) = self._output.read(plan).values()
-            as_stored = replace(
-                plan, dtype=plan.outputs[0].dtype
-            )  # stored type, not that of the source
+            # Stored type, not that of the source
+            as_stored = replace(plan, dtype=plan.outputs[0].dtype)
             return self._output.storage.restore_unquantized(as_stored, value)
 
         return WrittenBlock(tensors, stored)

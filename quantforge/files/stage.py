@@ -187,9 +187,8 @@ class Stage:
             ResourceError: with the bytes needed and free.
         """
         files = (path.stat() for path in self.path.rglob("*") if path.is_file())
-        staged_bytes = sum(
-            status.st_blocks * 512 for status in files
-        )  # POSIX: whatever the block size
+        # POSIX: whatever the block size
+        staged_bytes = sum(status.st_blocks * 512 for status in files)
         if free_bytes(self.path) + staged_bytes < needed:
             raise no_space_error(self.path, needed - staged_bytes, "the result does not fit")
 

@@ -33,9 +33,8 @@ _EXPERTS = "experts"  # the dimension that counts them
 _LAYER = re.compile(r"(\d+): (\d+(?: \d+)*)")
 _HINT = "leave --prune-experts out"
 
-RemovedExperts = Mapping[
-    int, tuple[int, ...]
-]  # ascending numbers of experts by the index of the layer
+# Ascending numbers of experts by the index of the layer
+RemovedExperts = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

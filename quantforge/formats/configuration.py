@@ -23,10 +23,8 @@ from quantforge.formats.auto_round import translate_config
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
 FLOAT_DTYPES = ("F16", "BF16", "F32")
-CASTABLE_DTYPES = (
-    *FLOAT_DTYPES,
-    "F64",
-)  # types of a source that may be restated in one of `FLOAT_DTYPES`
+# Types of a source that may be restated in one of `FLOAT_DTYPES`
+CASTABLE_DTYPES = (*FLOAT_DTYPES, "F64")
 QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
 NAME_OR_PATH_KEY = "_name_or_path"
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.

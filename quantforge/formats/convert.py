@@ -233,9 +233,8 @@ def convert(
         zero_scales = (tensor.parameters["scales"] == 0).repeat_interleave(
             codes.shape[1] // tensor.parameters["scales"].shape[1], 1
         )
-        codes = codes.masked_fill(
-            zero_scales, 1 << (target.bits - 1)
-        )  # of `_minima_to_zero_points`
+        # What `_minima_to_zero_points` takes
+        codes = codes.masked_fill(zero_scales, 1 << (target.bits - 1))
     codes = to_signed_codes(codes, target.bits) if target.symmetric else codes
     return replace(tensor, codes=codes, parameters=parameters, scheme=target)
 

@@ -135,9 +135,8 @@ MARLIN_RULES = (
     message_at_bits(8, "8-bit kernels run on a GPU only"),
 )
 NOT_RUN = "according to its source, not run"
-TURBOMIND = Engine(
-    layer_rules=(require_bits(4), require_group_sizes(128, row=False)), note=NOT_RUN
-)  # of LMDeploy
+# Rules of LMDeploy
+TURBOMIND = Engine(layer_rules=(require_bits(4), require_group_sizes(128, row=False)), note=NOT_RUN)
 
 
 def engine_table(

@@ -81,9 +81,8 @@ def block_list_name(model: PreTrainedModel) -> str:
     lists_in_decoder = {
         name: module for name, module in module_lists.items() if _is_inside(decoder, module)
     }
-    module_lists = (
-        lists_in_decoder or module_lists
-    )  # some classes call their output layer the decoder
+    # Some classes call their output layer the decoder
+    module_lists = lists_in_decoder or module_lists
     marked = {
         name: len(module)
         for name, module in module_lists.items()

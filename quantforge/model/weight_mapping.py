@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
     from quantforge.files.reader import Checkpoint
 
-_OPERATIONS_AFTER_STACKING = (
-    (),
-    ("Concatenate",),
-)  # what may follow the stacking of experts: gate and up become one
+# What may follow the stacking of experts: gate and up become one
+_OPERATIONS_AFTER_STACKING = ((), ("Concatenate",))
 _CONVERTER_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -173,9 +171,8 @@ class WeightMapping:
         if source.operations != ("Transpose",) or other_parameters:
             return False
         step = source.rule.operations[0]
-        is_noop = (
-            step.check_dims and self._shapes[source.stored[0]] == shape
-        )  # then nothing is done
+        # Nothing is transposed in this case
+        is_noop = step.check_dims and self._shapes[source.stored[0]] == shape
         return {step.dim0, step.dim1} == {1, 2} and not is_noop
 
     @property

@@ -12,6 +12,5 @@ In this folder:
     values             Checks and sums of the values of a tensor
 """
 
-COMPILED_FROM = (
-    1 << 21
-)  # weights rounded together from which loops are compiled, a second or more in every process
+# Weights rounded together from which loops are compiled, a second or more in every process
+COMPILED_FROM = 1 << 21

@@ -20,10 +20,8 @@ from collections.abc import Callable
 MMAP_THRESHOLD = 8 << 20  # bytes; blocks of at least this size are returned when freed
 CHUNK_BYTES = 64 << 20  # of an embedding, read at once
 TRIM_THRESHOLD = 64 << 20  # free bytes at the top of the heap before they are returned
-MMAP_THRESHOLD_DIVISOR, TRIM_THRESHOLD_DIVISOR = (
-    80,
-    12,
-)  # thresholds are at least the peak divided by these
+# Thresholds are at least the peak divided by these
+MMAP_THRESHOLD_DIVISOR, TRIM_THRESHOLD_DIVISOR = 80, 12
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _M_TRIM_THRESHOLD = -1
 _M_ARENA_MAX = -8

@@ -172,16 +172,14 @@ def _e4m3_loop(weight: Any, scales: Any, codes: Any) -> None:
                 v = -max_e4m3 if v < -max_e4m3 else v
                 v = max_e4m3 if v > max_e4m3 else v
                 quotients[j] = v
-                shifted[j] = abs(v) + numpy.float32(
-                    16384
-                )  # its last bit counts 2^-9, the subnormal step
+                # Its last bit counts 2^-9, the subnormal step
+                shifted[j] = abs(v) + numpy.float32(16384)
             for j in range(stop - start):
                 magnitude_bits = quotient_bits[j] & 0x7FFFFFFF
                 # Round the mantissa to 3 bits, ties to even; the bias goes from 127 to 7.
                 normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - 960
-                code = (
-                    shifted_bits[j] - 0x46800000 if magnitude_bits < 0x3C800000 else normal
-                )  # below 2^-6
+                # Below 2^-6
+                code = shifted_bits[j] - 0x46800000 if magnitude_bits < 0x3C800000 else normal
                 row_codes[j] = numpy.uint8(((quotient_bits[j] >> 24) & 0x80) | code)
 
 

@@ -14,11 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
-FASTMATH_FLAGS = {
-    "reassoc",
-    "nsz",
-    "contract",
-}  # of LLVM's fast-math flags: not those that ignore NaN
+# LLVM's fast-math flags without those that ignore NaN
+FASTMATH_FLAGS = {"reassoc", "nsz", "contract"}
 REFINE_ROUNDS = 2  # rounds of encoding again and fitting again
 DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 

@@ -361,9 +361,8 @@ def plan_search(
 
     candidate_texts = as_list(request.candidates)
     names = [(name,) for text in candidate_texts for name in str(text).split(",") if name]
-    join_linears = (
-        key != GGUF
-    )  # engines load the linears of one input, and all experts, as one matrix: one scheme
+    # Engines load the linears of one input, and all experts, as one matrix: one scheme
+    join_linears = key != GGUF
     plans, left_out = plan_candidates(
         source,
         plan_with,

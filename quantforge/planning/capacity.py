@@ -37,9 +37,8 @@ DEFAULT_CONTEXT = 4096  # tokens, if none is given and the model has as many pos
 MAX_COUNT = 1 << 30  # upper limit of requested tokens or sequences
 ACTIVATION_BYTES, FLOAT32_BYTES = 2, 4  # of one number
 _MILLION, _HOUR = 1e6, 3600
-RowBytes = Callable[
-    [int, str], float
-]  # bytes of a cache row, by its width and by `LayerState.part`
+# Bytes of a cache row, by its width and by `LayerState.part`
+RowBytes = Callable[[int, str], float]
 
 
 @dataclass(frozen=True, slots=True)

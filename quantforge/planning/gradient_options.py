@@ -20,10 +20,8 @@ from quantforge.recipe import CalibrationOptions
 
 FLOAT_BYTES = 4
 NO_TUNE_HINT = "leave --tune out"
-DENSE_EPOCH_PASSES, EXPERT_EPOCH_PASSES = (
-    5,
-    7,
-)  # forward passes that take as long as one epoch of tuning
+# Forward passes that take as long as one epoch of tuning
+DENSE_EPOCH_PASSES, EXPERT_EPOCH_PASSES = 5, 7
 
 
 def quantized_linears(

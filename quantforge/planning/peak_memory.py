@@ -272,9 +272,8 @@ def _activation_bytes(model_layout: ModelLayout, sizes: Dimensions, run: RunSize
     copies = max(kind.mlp_activations for kind in model_layout.layers)
     mlp = 4 * sizes.hidden + width.q + copies * width.ffn
     routed_width = SPREAD_COPIES * spread_experts(model_layout) * sizes.hidden
-    parallel_tokens = min(
-        run.tokens, run.workers * run.length
-    )  # each thread passes one row to its experts
+    # Each thread passes one row to its experts
+    parallel_tokens = min(run.tokens, run.workers * run.length)
     return FLOAT_BYTES * max(run.tokens * max(attention, mlp), int(parallel_tokens * routed_width))
 
 

@@ -130,9 +130,8 @@ def make_plan(
     effort_context = EffortContext(
         statistics.method_words, partial_plan.tensors, model_layout, needs
     )
-    recipe, effort_notes = apply_effort(
-        recipe, effort_context
-    )  # the default level tunes after gptq at few bits
+    # The default level tunes after gptq at few bits
+    recipe, effort_notes = apply_effort(recipe, effort_context)
     random_share = random_row_share(recipe, statistics.method_words, partial_plan.tensors)
     recipe = replace(recipe, calibration=replace(recipe.calibration, random_share=random_share))
     files = partial_plan.files(recipe)
@@ -439,9 +438,8 @@ def _check_smaller(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> Non
     """Refuse a quantized result that is not smaller than its source."""
     if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         return
-    before = sum(
-        entry.to_stored_tensor().nbytes for entry in checkpoint.entries.values()
-    )  # in 16 or 32 bits
+    # In 16 or 32 bits
+    before = sum(entry.to_stored_tensor().nbytes for entry in checkpoint.entries.values())
     after = sum(tensor.output_bytes for tensor in tensors if tensor.action is not Action.DROP)
     if after >= before:
         raise RefusedError(

@@ -321,9 +321,8 @@ def _build_variant(
     return ReleaseVariant(name, recipe, parsed.gates.checked(f"{origin}: gates").over(gates))
 
 
-_ALLOCATE_KEYS = frozenset(
-    {"target", "like", "candidates"}
-)  # options of `allocate`, which writes a recipe
+# Options of `allocate`, which writes a recipe
+_ALLOCATE_KEYS = frozenset({"target", "like", "candidates"})
 
 
 def _check_keys(table: Mapping[str, Any], origin: str) -> None:

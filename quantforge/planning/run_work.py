@@ -108,9 +108,8 @@ def with_measuring(
     work: RunWork, tensors: Iterable[TensorPlan], rows: int, candidates: int
 ) -> RunWork:
     """Add the work of measuring ``candidates`` schemes before a run, as `allocate` does."""
-    gradient_share = (
-        1.5 * min(GRADIENT_ROWS, rows) / rows
-    )  # evenly spread rows are up to twice as many
+    # Evenly spread rows are up to twice as many
+    gradient_share = 1.5 * min(GRADIENT_ROWS, rows) / rows
     counts = {name: work.operations.get(name, 0.0) for name in ("pass", "observe", "round")}
     linears = [tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None]
     weights = sum(math.prod(tensor.shape) for tensor in linears)
@@ -177,9 +176,8 @@ def _observe_operations(
     group: list[TensorPlan], model_layout: ModelLayout, run: RunSizes, token_share: float
 ) -> float:
     """Return the operations for the statistics of one shared input."""
-    expert_transform = group[0].expert >= 0 and bool(
-        run.method_words[:-1]
-    )  # transforms use an expert's own statistics
+    # Transforms use an expert's own statistics
+    expert_transform = group[0].expert >= 0 and bool(run.method_words[:-1])
     if Statistic.HESSIAN not in run.needs and not expert_transform:
         return 0.0
     columns, num_tokens = group[0].matrix[1], _tokens_seen(group[0], run, token_share)

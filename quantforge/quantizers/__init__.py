@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from quantforge.scheme import LayerScheme, Scheme
 
 RTN = "rtn"  # the data-free rounder: used if a method names none, and without statistics
-GPTQ, AWQ_GPTQ = (
-    "gptq",
-    "awq+gptq",
-)  # measured best: GPTQ on most grids, AWQ+GPTQ on integers below 8 bits
+# Measured best: GPTQ on most grids, AWQ+GPTQ on integers below 8 bits
+GPTQ, AWQ_GPTQ = "gptq", "awq+gptq"
 
 
 class MethodKind(StrEnum):

@@ -290,9 +290,8 @@ def balance_factors(
 def _range_shares(squares: Tensor) -> Tensor:
     """Split the soft maximum of ``squares`` ``[out, groups, group]`` among its columns; sum over rows."""
     largest = squares.amax(-1, keepdim=True).clamp_(min=torch.finfo(squares.dtype).tiny)
-    powers = (
-        squares.div_(largest).square_().square_()
-    )  # of the fourth order in squares, the eighth in weights
+    # Terms of the fourth order in squares, the eighth in weights
+    powers = squares.div_(largest).square_().square_()
     sums = powers.sum(-1, keepdim=True)
     return powers.mul_(largest * sums.pow(0.25) / sums).sum(0, keepdim=True)
 

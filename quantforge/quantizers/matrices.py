@@ -90,9 +90,8 @@ def _underflow_events(
     """Return an event if nonzero rows, or ggml blocks, decode to zero because their scales underflowed."""
     block = tensor.scheme.block
     unit = tensor.parameters.get("d", tensor.parameters.get("scales")) if block else None
-    is_tiny = (
-        None if unit is None else unit.abs() <= MIN_FLOAT16
-    )  # rows with larger scales may legitimately round to zero
+    # Rows with larger scales may legitimately round to zero
+    is_tiny = None if unit is None else unit.abs() <= MIN_FLOAT16
     if is_tiny is not None and not bool(is_tiny.any()):
         return ()
     columns = block.columns if block else weight.shape[1]

@@ -279,9 +279,8 @@ class PagedCache(CacheRows):
         assert tokens > 0
         layout = CacheLayout(shape, tokens, max_step_tokens)
         pages_per_sequence = -(-tokens // PAGE_SIZE)
-        uses_pool = (
-            PAGED in layout.table_keys
-        )  # else there is nothing in the pool that could run out
+        # Else there is nothing in the pool that could run out
+        uses_pool = PAGED in layout.table_keys
         count = sequences * pages_per_sequence if pages is None or not uses_pool else pages
         needed = count * layout.page_bytes + sequences * layout.ring_bytes
         sequences_and_tokens = (sequences, tokens) if pages is None else (1, pages * PAGE_SIZE)

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from quantforge.runtime.tensor_parallel import TensorParallelRank, WeightShard
 
 UNROUNDED_BITS = 16  # activations of this many bits are not rounded: it is the width of bfloat16
-MAX_DECODED_BYTES = (
-    256 << 20
-)  # most bytes of decoded weights that are kept while a small model is evaluated
+# Most bytes of decoded weights that are kept while a small model is evaluated
+MAX_DECODED_BYTES = 256 << 20
 
 
 class PackedWeights(nn.Module, ABC):

@@ -77,9 +77,8 @@ def max_held_bytes(
         weights += count
         size = 0
         if layout is not None and tensor.header.name not in decoded:
-            codes = (
-                count * layout.scheme.weight.weight_bits // 8
-            )  # TQ1_0 packs five to a byte, kernels four
+            # TQ1_0 packs five to a byte, kernels four
+            codes = count * layout.scheme.weight.weight_bits // 8
             size = int(
                 MAX_REPACKING
                 * max(codes, sum(stored[tensor_name].nbytes for tensor_name in layout.tensor_names))

@@ -52,11 +52,8 @@ _NORM = "post_expert_norm"
 # Modules that define the standard gate, act(gate) * up.
 _STANDARD_GATE_MODULES = frozenset({"transformers.integrations.moe", __name__})
 _SILU = frozenset({"SiLU", "SiLUActivation", "silu"})
-_PROBE_UNITS, _PROBE_TOKENS, _PROBE_TOLERANCE = (
-    2,
-    3,
-    1e-4,
-)  # of the probe of a module of dispatched tokens
+# Sizes of the probe of a module of dispatched tokens
+_PROBE_UNITS, _PROBE_TOKENS, _PROBE_TOLERANCE = 2, 3, 1e-4
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SUPPORTED_ROPE_TYPES = frozenset(
-    {"default", "linear", "llama3", "yarn", "longrope"}
-)  # supported rope types
+# Supported rope types
+SUPPORTED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 _QUERIES = " of queries"
 
 

@@ -50,9 +50,8 @@ from quantforge.verification.opening import Artifact, SourceModel
 from quantforge_calibration.sources import builtin
 
 NUM_WINDOWS, WINDOW_LENGTH = 8, 64
-TEXT_CHARACTERS = (
-    64 * NUM_WINDOWS * WINDOW_LENGTH
-)  # characters of text: far more than the tokens need
+# Characters of text: far more than the tokens need
+TEXT_CHARACTERS = 64 * NUM_WINDOWS * WINDOW_LENGTH
 SAMPLE_TOKENS = 256  # sampled tokens whose inputs weight the errors
 MAX_LOGIT_DIFFERENCE = 1e-3  # relative difference of logits with equal weights
 # A divergence is unusual if it exceeds this multiple of that of rounding to nearest by this many standard errors over
@@ -63,14 +62,8 @@ MIN_DIVERGENCE = 1e-4
 # Usual ratios of a range to the observed one: for inputs (other text may have several times larger values), and for the
 # cache, where e4m3 tolerates a too large range but not a too small one.
 USUAL_INPUT_RANGES, USUAL_CACHE_RANGES = (0.1, 4.0), (0.45, 512.0)
-CANDIDATE_RANGES = (
-    0.25,
-    0.35,
-    0.5,
-    0.7,
-    1.0,
-    1.5,
-)  # ranges that are tried, of the range that was seen
+# Ranges that are tried, of the range that was seen
+CANDIDATE_RANGES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.5)
 MAX_ERROR_RATIO = 3.0  # error of an unusual range, relative to the best candidate
 MAX_SCALE_RATIO = 1.1  # ratio of the scales of two linears with the same input
 
@@ -85,9 +78,8 @@ _MODEL_DESCRIPTIONS = {
     "rounded": "the source's weights, rounded plainly",
 }
 
-WeightLoader = Callable[
-    [str], Tensor | None
-]  # canonical name to float32 values, linears as [out, in]
+# Canonical name to float32 values, linears as [out, in]
+WeightLoader = Callable[[str], Tensor | None]
 
 
 @dataclass(slots=True)

@@ -26,10 +26,8 @@ from quantforge.serving.server import ModelServer, listen
 from tests.runs import command, first_blocks
 
 ROOT = Path(__file__).parents[2]
-SMALLER = {
-    "samples": 2,
-    "length": 32,
-}  # calibration of the same commands, so that the test is quick
+# Calibration of the same commands, so that the test is quick
+SMALLER = {"samples": 2, "length": 32}
 
 
 def examples() -> list[str]:

@@ -15,10 +15,8 @@ from tests.runs import command
 
 PAGE = Path(__file__).parents[2] / "docs/other-tools.md"
 COMMANDS = sorted(set(re.findall(r"`quantforge ([^`]*)`", PAGE.read_text())))
-PLANNED = {
-    "quantize",
-    "plan",
-}  # of `export`, those from the model itself; from results that nobody made are parsed
+# Of `export`, those from the model itself; from results that nobody made are parsed
+PLANNED = {"quantize", "plan"}
 
 
 @pytest.fixture(scope="module")

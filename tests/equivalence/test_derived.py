@@ -48,10 +48,8 @@ from tests.thorough import one_of_each, usual
 # The convolution's b, c and x all absorb a scale of what out_proj reads: which one is declared is a matter of taste.
 ANY_SLICE = {("lfm2", "conv.out_proj")}
 
-KEPT = (
-    "indexer.weights_proj.weight",
-    "indexer.weights_proj",
-)  # declared to stay, although it is a linear
+# Declared to stay, although it is a linear
+KEPT = ("indexer.weights_proj.weight", "indexer.weights_proj")
 
 # Tokens are chosen among scores that may be equal, so that the least noise may change what is returned.
 UNPROVEN = {

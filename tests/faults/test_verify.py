@@ -141,9 +141,8 @@ def exchanged(found: Tensors, first: str, second: str) -> None:
 
 def groups_swapped(found: Tensors) -> None:
     packed, scale = found[f"{DOWN}.weight_packed"], found[f"{DOWN}.weight_scale"]
-    packed[5, :8] = packed[
-        5, [4, 5, 6, 7, 0, 1, 2, 3]
-    ]  # eight codes of 4 bits in a word, 32 in a group
+    # Eight codes of 4 bits in a word, 32 in a group
+    packed[5, :8] = packed[5, [4, 5, 6, 7, 0, 1, 2, 3]]
     scale[5, :2] = scale[5, [1, 0]]
 
 

@@ -32,9 +32,8 @@ class Outcome:
     slowest: float = 0.0
     growth: int = 0  # of the peak of memory, bytes
     count: int = 0  # of findings
-    findings: dict[str, tuple[str, bytes]] = field(
-        default_factory=dict
-    )  # by kind: what, and the input
+    # By kind: what, and the input
+    findings: dict[str, tuple[str, bytes]] = field(default_factory=dict)
 
 
 def fuzz(

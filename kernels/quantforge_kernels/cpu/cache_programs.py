@@ -114,9 +114,8 @@ def emit_load_head(
 
 # Words of `build_attend` by place, after FIRST, LAST, THREADS and ROWS.
 ARG_QUERIES, ARG_PAGE_TABLE, ARG_LENGTHS, ARG_OUT, ARG_SCRATCH = range(4, 9)  # addresses
-ARG_TABLE_STRIDE, ARG_SCORE_VECTORS, ARG_HEADS, ARG_KV_HEADS = range(
-    9, 13
-)  # pages of a row of TABLE, vectors of scores, counts
+# Pages of a row of TABLE, vectors of scores, counts
+ARG_TABLE_STRIDE, ARG_SCORE_VECTORS, ARG_HEADS, ARG_KV_HEADS = range(9, 13)
 ARG_KEYS, ARG_VALUES = 13, 16  # three words each, see `load_pool_addresses`
 _MAX_SUM_VECTORS = 16  # vectors that a unit adds up
 
@@ -290,9 +289,8 @@ def _load_int32(e: Emitter, base: Value, index: Value) -> Value:
 
 
 ARG_NEW_KEYS, ARG_NEW_VALUES, ARG_SLOTS = range(4, 7)  # words of `build_store`: addresses
-ARG_KEY_STRIDE, ARG_VALUE_STRIDE, ARG_STORED_HEADS = range(
-    7, 10
-)  # bytes from token to token, heads of a token
+# Bytes from token to token, heads of a token
+ARG_KEY_STRIDE, ARG_VALUE_STRIDE, ARG_STORED_HEADS = range(7, 10)
 ARG_KEY_POOL, ARG_VALUE_POOL = 10, 13  # three addresses each: codes, scales, lows
 ARG_KEY_SCALES, ARG_VALUE_SCALES = 16, 17  # addresses of measured scales, see `kv.expand_scale`
 _STORE_ARGS = (  # of keys, and of values

@@ -87,9 +87,8 @@ class Program:
             COMPILED_NAMES.append(name)
             code = machine.emit_object(optimize(text, machine))
             program_cache.save_program(key, code)
-        self._engine = llvm.create_mcjit_compiler(
-            llvm.parse_assembly(""), machine
-        )  # holds the code
+        # Holds the code
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         self.address: int = self._engine.get_function_address(f"{name}_run")

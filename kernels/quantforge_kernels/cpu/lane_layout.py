@@ -47,16 +47,13 @@ class ColumnBlocks:
 # Words of a call, by place, after FIRST, LAST, THREADS and ROWS: `packed_integers` fills them in, `integer_programs`
 # reads them.
 ARG_X, ARG_X_CODES, ARG_X_SCALES, ARG_X_SUMS, ARG_OUT = range(4, 9)  # addresses
-ARG_COLUMNS, ARG_UNITS_PER_ROW, ARG_GROUPS, ARG_TILES = range(
-    9, 13
-)  # counts; tiles of a row of OUT
+# Counts; tiles of a row of OUT
+ARG_COLUMNS, ARG_UNITS_PER_ROW, ARG_GROUPS, ARG_TILES = range(9, 13)
 ARG_STRIP = 13  # rows that stay in a cache while all tiles pass
 ARG_PLANES = 14  # addresses of up to three planes
 ARG_PARAMETERS = 17  # addresses of the parameters, in the order of PARAMETERS
-ARG_EXPERTS, ARG_TOP_K = (
-    22,
-    23,
-)  # of grouped products: address of the pairs' owners; how many owners a row has
+# For grouped products: address of the pairs' owners; how many owners a row has
+ARG_EXPERTS, ARG_TOP_K = 22, 23
 # Rows of a program that reads weights from memory once; one of more takes them out of a cache, and all its registers.
 FEW_ROWS = 4
 PARAM_NAMES = ("scales", "zeros", "mins", "d", "dmin")

@@ -26,9 +26,8 @@ from quantforge_kernels.cpu.llvm_emitter import F32, I32, I64, Emitter, Value, a
     ARG_TOKEN_STRIDE,
 ) = range(4, 12)  # of `build_add_rms_norm`
 ARG_BIASED, ARG_BIAS, ARG_BIAS_STRIDE, ARG_BIAS_VECTORS = range(4, 8)  # of `build_add_bias`
-ARG_GATE, ARG_UP, ARG_GATED, ARG_GATE_STRIDE, ARG_UP_STRIDE, ARG_GATE_VECTORS = range(
-    4, 10
-)  # of `build_gate`
+# Arguments of `build_gate`
+ARG_GATE, ARG_UP, ARG_GATED, ARG_GATE_STRIDE, ARG_UP_STRIDE, ARG_GATE_VECTORS = range(4, 10)
 ARG_HEADS, ARG_COSINE, ARG_SINE, ARG_ROTATED, ARG_STRIDE, ARG_HEAD_COUNT, ARG_HALF_VECTORS = range(
     4, 11
 )  # of `build_rotary`

@@ -32,12 +32,8 @@ _MEMORY_TYPES = {
 Value = Any  # the result of an instruction, or a type: llvmlite has no types in Python
 ARG_FIRST, ARG_LAST, ARG_THREADS, ARG_ROWS = range(4)  # words
 PIECES_PER_THREAD = 8  # that each thread takes, if all are equally fast
-_PIECE_STATE = (
-    "words",
-    "next",
-    "last",
-    "piece",
-)  # among threads that take pieces: places of 64 bits
+# Among threads that take pieces: places of 64 bits
+_PIECE_STATE = ("words", "next", "last", "piece")
 
 
 class Emitter:

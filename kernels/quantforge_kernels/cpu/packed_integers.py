@@ -49,9 +49,8 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
 
 PackedDtypes = tuple[tuple[str, torch.dtype], ...]
-BufferAddresses = tuple[
-    int, int, int, int, int
-]  # of x, its codes, scales and sums, and of the result
+# Addresses of x, its codes, scales and sums, and of the result
+BufferAddresses = tuple[int, int, int, int, int]
 INT8_BITS = 8  # bits
 MAX_SHARED_ROWS = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache

@@ -20,10 +20,8 @@ from quantforge.architectures.families.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.errors import InputError
 
-WITH_INNER_NORM, WITHOUT_INNER_NORM = (
-    "normed",
-    "bare",
-)  # layer kinds: with and without a norm inside the Mamba-2 mixer
+# Layer kinds: with and without a norm inside the Mamba-2 mixer
+WITH_INNER_NORM, WITHOUT_INNER_NORM = "normed", "bare"
 FOLD_INTO_INPUT_NORM = ScaleFold(FoldKind.NORM, "input_layernorm")
 MLP_MODULE = "feed_forward"
 

@@ -52,10 +52,8 @@ MIXERS = (
     attention("attention_bias", norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "input_layernorm")),
     gated_mlp(norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "pre_feedforward_layernorm")),
 )
-_LAYERS_OF_27B = {
-    "gemma2": 46,
-    "gemma3": 62,
-}  # numbers of layers of the released models with another attention scale
+# Numbers of layers of the released models with another attention scale
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def unsupported_attention_scale(

@@ -33,10 +33,8 @@ from quantforge.architectures.projector import (
 )
 from quantforge.errors import InputError
 
-BLOCK_AND_HEAD_COUNT_KEYS = (
-    "depth",
-    "num_heads",
-)  # configuration keys of the numbers of blocks and heads
+# Configuration keys of the numbers of blocks and heads
+BLOCK_AND_HEAD_COUNT_KEYS = ("depth", "num_heads")
 _MERGE_SIZE = 2  # patches per direction that form a token
 _FRAMES_PER_PATCH = 2
 _NOMINAL_IMAGE_SIZE = 560  # value of a required key; images keep their own size
@@ -139,9 +137,8 @@ def common_tower_keys(
     sizes: TowerSizes, image_size: int, projection_dim: int, activation: str
 ) -> dict[str, KeyValue]:
     """Return the metadata keys of both towers; arguments as `TowerSizes.keys`, and the key of the activation."""
-    keys = sizes.keys(
-        image_size, 1e-6, projection_dim
-    )  # epsilon of both towers, fixed in transformers' code
+    # Epsilon of both towers, fixed in transformers' code
+    keys = sizes.keys(image_size, 1e-6, projection_dim)
     blocks = keys.pop("vision.block_count")
     keys |= {
         "vision.spatial_merge_size": _MERGE_SIZE,

@@ -201,15 +201,10 @@ INFO = FormatInfo(
 MIN_ZERO_POINT = 0
 DEFAULT_BITS = 4
 unpack = linears.unpack
-UNPACKED_FORMATS = (
-    INT_QUANTIZED,
-    FLOAT_QUANTIZED,
-    NAIVE_QUANTIZED,
-    MXFP8_QUANTIZED,
-)  # formats whose codes are stored as they are
-UNSPECIFIC_FORMATS = (
-    MIXED_PRECISION,
-)  # says nothing of how a module is stored; engines infer it from the scheme
+# Formats whose codes are stored as they are
+UNPACKED_FORMATS = (INT_QUANTIZED, FLOAT_QUANTIZED, NAIVE_QUANTIZED, MXFP8_QUANTIZED)
+# Says nothing of how a module is stored; engines infer it from the scheme
+UNSPECIFIC_FORMATS = (MIXED_PRECISION,)
 # How inputs may be quantized beside a weight of each grid.
 SUPPORTED_INPUTS: Mapping[str, tuple[Activation, ...]] = {
     "int8": (Activation("int8", "token"), Activation("int8", "tensor", dynamic=False)),

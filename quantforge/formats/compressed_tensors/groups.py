@@ -43,11 +43,8 @@ _FORMAT_BY_GRID = {
 _SCALE_DTYPES = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8", "mxfp8": "torch.uint8"}
 _FLOAT_ARGUMENTS = {"type": "float", "symmetric": True}
 DAMAGED_HINT = "quantization_config is damaged: get the model again"
-ACT_ORDER_VALUES = (
-    "group",
-    "dynamic",
-    True,
-)  # `actorder` with an index of groups; others leave columns in order
+# `actorder` with an index of groups; others leave columns in order
+ACT_ORDER_VALUES = ("group", "dynamic", True)
 
 
 def format_name(layer: LayerScheme) -> str | None:

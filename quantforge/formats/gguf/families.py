@@ -28,16 +28,8 @@ from quantforge.errors import RefusedError
 
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _BLOCK_NAME = re.compile(r".*?\.(\d+)\.(.*)")  # of a block
-_GGUF_PREFIXES = (
-    "attn",
-    "ffn",
-    "indexer",
-    "nextn",
-    "output",
-    "shortconv",
-    "ssm",
-    "token_embd",
-)  # begin its names
+# Prefixes of GGUF's names
+_GGUF_PREFIXES = ("attn", "ffn", "indexer", "nextn", "output", "shortconv", "ssm", "token_embd")
 _TYPED_NAME = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
 
 

@@ -75,14 +75,11 @@ _FALLBACK_TYPES = {
 }
 # Mixtures with rules of their own.
 _LOW_BIT_MIXTURES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
-_RAISED_TO_IQ3_S = frozenset(
-    {"IQ2_S", "IQ2_M"}
-)  # of these, those that raise to IQ3_S rather than to Q2_K
+# Of these, those that raise to IQ3_S rather than to Q2_K
+_RAISED_TO_IQ3_S = frozenset({"IQ2_S", "IQ2_M"})
 _ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
-EMBEDDING_TENSORS = (
-    "token_embd.weight",
-    "per_layer_token_embd.weight",
-)  # rows of which tokens choose
+# Rows of which tokens choose
+EMBEDDING_TENSORS = ("token_embd.weight", "per_layer_token_embd.weight")
 UNQUANTIZED_TENSORS = ("per_layer_model_proj.weight",)  # keeps its type whatever the mixture
 _EIGHT_EXPERTS, _FEW_EXPERTS = 8, 4
 _LAYERS_70B = 80

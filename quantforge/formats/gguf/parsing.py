@@ -46,9 +46,8 @@ _READ_BYTES = 1 << 20  # bytes that are read at a time
 DAMAGED_HINT = "the file is damaged or not GGUF: fetch or export it again"
 MAX_KEY_BYTES = 65535
 MAX_ALIGNMENT = 1 << 16
-_KEY_PATTERN = re.compile(
-    r"[!-~]+"
-)  # printable ASCII: vocabularies of templates have names of all kinds
+# Printable ASCII: vocabularies of templates have names of all kinds
+_KEY_PATTERN = re.compile(r"[!-~]+")
 _MIN_KEY_BYTES = 13  # bytes: length, type, one byte of value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 _TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")

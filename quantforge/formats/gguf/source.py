@@ -175,9 +175,8 @@ def _stored_as(
     if len(originals) == 1:
         return {originals[0]: stored_tensor}
     experts, rows, _ = entry.shape if len(entry.shape) == 3 else (len(originals) + 1, 0, 0)
-    matrices_per_expert, remainder = divmod(
-        len(originals), experts
-    )  # matrices that are one, rows behind rows
+    # Matrices that are one, rows behind rows
+    matrices_per_expert, remainder = divmod(len(originals), experts)
     if remainder or rows % matrices_per_expert:
         raise InputError(
             f"tensor {entry.name!r}: {list(entry.shape)}, {len(originals)} matrices of experts",

@@ -24,10 +24,8 @@ from quantforge.formats.gguf.tokenizer import (
 )
 
 _MAX_SHOWN = 3
-_ASSUMED_EOS = {
-    "gpt2": 11,
-    "llama": 2,
-}  # EOS ids that llama.cpp assumes if no key states one, by kind of tokenizer
+# EOS ids that llama.cpp assumes if no key states one, by kind of tokenizer
+_ASSUMED_EOS = {"gpt2": 11, "llama": 2}
 # Tokens with these texts always end a text in llama.cpp, whatever the keys say.
 _ALWAYS_ENDS = frozenset(
     {

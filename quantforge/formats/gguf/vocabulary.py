@@ -59,11 +59,8 @@ DIFFERS_EVENT = "tokenizer-differs"
 _MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
 _MERGE_SPACE = chr(256 + 32)
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
-_KEY_NAMES = {
-    "unk": "unknown",
-    "sep": "seperator",
-    "pad": "padding",
-}  # "seperator": so llama.cpp spells it
+# "seperator": so llama.cpp spells it
+_KEY_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 
 
 class TokenType(IntEnum):

@@ -121,10 +121,8 @@ def derive_declarations_for(
 
 def _is_head_tied(names: WeightMapping, architecture: Architecture) -> bool:
     """Return whether the head is tied to the embedding; raise RefusedError if any other tensors are tied."""
-    ends = {
-        f"{architecture.head}.weight",
-        f"{architecture.embedding}.weight",
-    }  # either may be the one in files
+    # Files may hold either of the two
+    ends = {f"{architecture.head}.weight", f"{architecture.embedding}.weight"}
     other_ties = [name for name, source in names.tied.items() if {name, source} != ends]
     if other_ties:
         raise RefusedError(f"{other_ties[0]} is {names.tied[other_ties[0]]}, too", "--method rtn")

@@ -16,9 +16,8 @@ from quantforge.numerics.compiled import internal_jit, jit
 from quantforge.packers.ggml.grid import MAX_THRESHOLDS
 
 CACHE_LINE_FLOATS = 16  # floats of a cache line, and the smallest group
-_MAGIC = numpy.float32(
-    1.5 * 2**23
-)  # adding and subtracting it rounds to an integer, halves to even
+# Adding and subtracting it rounds to an integer, halves to even
+_MAGIC = numpy.float32(1.5 * 2**23)
 _ZERO, _HALF = numpy.float32(0), numpy.float32(0.5)
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 

@@ -46,9 +46,8 @@ from quantforge.packers.ggml.grid import (
 )
 from quantforge.scheme import Scheme
 
-CHUNK_WEIGHTS = (
-    1 << 18
-)  # weights processed at a time: they and their importance stay in a core's cache
+# Weights processed at a time: they and their importance stay in a core's cache
+CHUNK_WEIGHTS = 1 << 18
 BRIEF_STARTS = 6  # starting ranges of a brief search
 MIN_FLOAT16 = 2.0**-24  # the smallest float16 above 0
 # Variance of the codes relative to their squares, below which the codes of a group are taken as equal.

@@ -61,9 +61,8 @@ DISTANCE_TOLERANCE = numpy.float32(256 * 2.0**-24)
 MIN_SCALE, MIN_MARGIN, MAX_MARGIN = numpy.float32(1e-10), numpy.float32(1e-30), numpy.float32(1e10)
 _MIN_SUM, _MAX_SUM = numpy.float32(1e-14), numpy.float32(1e14)
 _EPSILON = numpy.float32(1e-15)
-_MAGIC = numpy.float32(
-    1.5 * 2**23
-)  # adding and subtracting it rounds to an integer, halves to even
+# Adding and subtracting it rounds to an integer, halves to even
+_MAGIC = numpy.float32(1.5 * 2**23)
 _ZERO, _HALF, _ONE = numpy.float32(0), numpy.float32(0.5), numpy.float32(1)
 _TENTH, _EIGHT, _COLUMNS = numpy.float32(0.1), numpy.float32(8), numpy.float32(256)
 

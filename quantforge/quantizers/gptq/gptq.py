@@ -120,9 +120,8 @@ def _round_rows(
         has_next_pass = index < num_passes - 1
         solution = round_columns(weight, factor, scheme, parameters, keep_terms=has_next_pass)
         targets = solution.targets(factor, scheme) if has_next_pass else None
-        solution = replace(
-            solution, terms=None
-        )  # as large as the weight: freed before the next pass
+        # As large as the weight: freed before the next pass
+        solution = replace(solution, terms=None)
         if best is None:
             best = solution
             _prefer_nearest(weight, factor, scheme, best)

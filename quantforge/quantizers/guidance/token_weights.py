@@ -25,9 +25,8 @@ from quantforge.files.disk import no_space_error, open_existing, recreate_file, 
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
 
-TokenRuns = Mapping[
-    str, Sequence[Sequence[int]]
-]  # by linear: offset and number of tokens of each run
+# By linear: offset and number of tokens of each run
+TokenRuns = Mapping[str, Sequence[Sequence[int]]]
 
 CLIPPED_SHARE = 1e-3  # share of tokens whose weights are clipped
 

@@ -22,9 +22,8 @@ from quantforge.quantizers.guidance.gradients import MixtureGradients, OutputGra
 from quantforge.quantizers.tuning.tuned_matrix import TunedMatrix
 
 RunRow = Callable[[int, MicroBatch], Tensor]  # runs the block on a row, given its index in the step
-Visit = Callable[
-    [str, Tensor], None
-]  # receives the name of a linear and the gradient of its matrix
+# Receives the name of a linear and the gradient of its matrix
+Visit = Callable[[str, Tensor], None]
 
 
 class TunedExperts:

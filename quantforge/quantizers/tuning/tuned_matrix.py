@@ -301,9 +301,8 @@ class LearnedCodes:
     _rows: Tensor = field(init=False)
     _columns: Tensor = field(init=False)
     _steps: int = field(init=False, default=0)
-    _rate: float = field(
-        init=False, default=0.0
-    )  # of a step, and what moments are multiplied with in it
+    # Rates of a step, and what moments are multiplied with in it
+    _rate: float = field(init=False, default=0.0)
     _update_factors: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

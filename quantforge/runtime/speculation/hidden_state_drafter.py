@@ -52,10 +52,8 @@ class HiddenStateDrafter(Drafter):
     def draft(self, history: Sequence[int], most: int, sampler: RowSampler) -> DraftTree:  # noqa: ARG002 (read already)
         """Draft a tree of the tokens that the layer finds most likely; see `Drafter.draft`."""
         assert self._last_output is not None
-        tree, states = (
-            DraftTree(),
-            self._last_output,
-        )  # outputs at the root and at all nodes except the leaves
+        # Outputs at the root and at all nodes except the leaves
+        tree, states = DraftTree(), self._last_output
         leaves: list[Leaf] = [(ROOT, sampler)]
         for level, count in enumerate(self._shape[:most]):
             if level:

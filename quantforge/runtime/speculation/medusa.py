@@ -54,9 +54,8 @@ def read_medusa(heads: DraftHeadDirectory, embedding: Tensor) -> list[MedusaHead
             read((hidden, hidden), f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}")
             for layer in range(layers)
         )
-        output_head = (
-            0 if heads.config.get("original_lm_head") is True else head
-        )  # or all share one
+        # All heads may share one output layer
+        output_head = 0 if heads.config.get("original_lm_head") is True else head
         output = read((vocabulary, hidden), f"{head}.{layers}", f"lm_heads.{output_head}")
         medusa_heads.append(MedusaHead(blocks, output))
     return medusa_heads

@@ -278,9 +278,8 @@ def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
         work = resume_or_create_journal(stage, SAME)
         work.close()
         (stage.path / "staged").write_text("x")
-        stale = resume_or_create_journal(
-            stage, SAME
-        )  # nothing was finished: what is staged is worth nothing
+        # Nothing was finished: what is staged is worth nothing
+        stale = resume_or_create_journal(stage, SAME)
         assert stage.empty
         (stage.path / "staged").write_text("x")
         stale.commit("outer", {})

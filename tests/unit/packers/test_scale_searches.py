@@ -212,9 +212,8 @@ def test_scales_of_fp8_are_searched_up_to_twice_the_covering_one(text: str) -> N
 
 def test_the_last_candidate_of_fp8_is_twice_the_covering_scale() -> None:
     importance = torch.tensor([1e-12, 1, 1, 1])
-    weight = (
-        torch.tensor([[448.0, 0, 0, 0]]).mul(2**9).repeat(2, 1)
-    )  # one counts as a subnormal step
+    # One counts as a subnormal step
+    weight = torch.tensor([[448.0, 0, 0, 0]]).mul(2**9).repeat(2, 1)
     weight[0, 1:] = torch.tensor([0.37, 2.33, 1.75])  # best is twice the step
     weight[1, 1:] = torch.tensor([6.73, 9.4, 8.84])  # and here would be 2.27 times
     groups, weights = parts(weight, importance, 4)

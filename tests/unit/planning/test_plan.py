@@ -69,10 +69,8 @@ def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:
     model = headers.llama(tmp_path / "large", num_hidden_layers=56)
     assert len(open_checkpoint(model).entries) > 500
     script = Path(sys.executable).with_name("quantforge")
-    compiled = {
-        **os.environ,
-        "PYTHONPYCACHEPREFIX": str(tmp_path / "p"),
-    }  # as an installed program is
+    # As an installed program is
+    compiled = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "p")}
     compiled.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [script, "plan", model, "--method", "awq+gptq", "--rule", "down_proj=int8", "--json"]
     subprocess.run(command, capture_output=True, check=True, env=compiled)

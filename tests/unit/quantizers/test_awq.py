@@ -258,9 +258,8 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
                 return torch.cat([item[0] if isinstance(item, tuple) else item for item in found])
 
             expected = run()
-            tokens = (
-                ROWS.numel() if shared.linears == (shared.compared_module,) else 1
-            )  # a mean there
+            # A mean there
+            tokens = ROWS.numel() if shared.linears == (shared.compared_module,) else 1
             error = judge(changed) * tokens
             for name, weight in changed.items():
                 part.set_weight(name, weight)

@@ -19,13 +19,8 @@ from tests.plain_loop import StopLimits
 
 CPU = torch.device("cpu")
 CHUNK = 24
-FAMILIES = {
-    "mistral": 3,
-    "gemma3": 2,
-    "phi3": 3,
-    "cohere2": 2,
-    "qwen2": 2,
-}  # layers with a window of 16
+# Layers with a window of 16
+FAMILIES = {"mistral": 3, "gemma3": 2, "phi3": 3, "cohere2": 2, "qwen2": 2}
 
 
 @pytest.fixture(scope="module")

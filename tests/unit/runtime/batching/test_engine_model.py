@@ -24,9 +24,8 @@ from tests.thorough import usual
 from tests.unit.runtime.speculation.test_trees import Planted
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
-LENGTHS = [
-    (40, 45), (25, 30), (100, 5), (1, 30), (64, 12), (33, 3), (70, 14),
-]  # of prompts, of answers  # fmt: skip
+# Lengths of prompts, of answers
+LENGTHS = [(40, 45), (25, 30), (100, 5), (1, 30), (64, 12), (33, 3), (70, 14)]
 
 
 @cache

@@ -31,9 +31,8 @@ options_of = st.fixed_dictionaries({
     "rows": st.integers(1, 5), "pages": st.integers(-(-LONGEST // PAGE_SIZE), 14), "chunk": st.integers(1, 60),
     "token_budget": st.integers(5, 80),
 })  # fmt: skip
-shapes_of = st.none() | st.lists(
-    st.integers(1, 3), min_size=1, max_size=4
-)  # of trees of drafted tokens
+# Of trees of drafted tokens
+shapes_of = st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=4)
 # Steps in which a request comes, and in which one is cancelled.
 arrivals_of = st.lists(st.tuples(st.integers(0, 30), asked()), min_size=1, max_size=9)
 cancelled_of = st.dictionaries(st.integers(0, 8), st.integers(0, 60), max_size=3)
