@@ -162,8 +162,8 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
     data = torch.empty(end - start, dtype=torch.uint8)
     view = memoryview(data.numpy().data)
     with reopen(entry.file, entry.stamp, entry.name) as descriptor:
-        read_bytes = system.read_into if entry.checksums is None else entry.checksums.read
-        if not read_bytes(descriptor, view, start):
+        read_into = system.read_into if entry.checksums is None else entry.checksums.read
+        if not read_into(descriptor, view, start):
             raise changed_error(entry.file, entry.name)
     if entry.dtype == "BOOL" and bool((data > 1).any()):
         raise _header_error(

@@ -247,7 +247,7 @@ def _read_legacy(path: Path, wants_entry: _WantsEntry) -> Imatrix:
                 continue
             import torch
 
-            values = torch.frombuffer(bytearray(records.read_bytes(4 * count)), dtype=torch.float32)
+            values = torch.frombuffer(bytearray(records.read_field(4 * count)), dtype=torch.float32)
             entries[name] = WeightImportance((values / calls)[None], calls)
         chunks, dataset = (records.read_int(), records.read_string()) if records.left else (0, "")
         records.check_end()
@@ -270,7 +270,7 @@ class _RecordReader:
         self._path, self._file = path, file
         self.left = os.fstat(file.fileno()).st_size
 
-    def read_bytes(self, count: int) -> bytes:
+    def read_field(self, count: int) -> bytes:
         """Read the next bytes."""
         self._pass(count)
         data = self._file.read(count)
@@ -295,7 +295,7 @@ class _RecordReader:
 
     def read_int(self) -> int:
         """Read a 32-bit integer."""
-        return int(struct.unpack("<i", self.read_bytes(4))[0])
+        return int(struct.unpack("<i", self.read_field(4))[0])
 
     def read_entry_count(self) -> int:
         """Read the number of entries at the beginning of the file."""
@@ -327,7 +327,7 @@ class _RecordReader:
                 f"a name of {length} bytes", _HINT, file=str(self._path), subject=str(self._path)
             )
         try:
-            return self.read_bytes(length).decode()
+            return self.read_field(length).decode()
         except UnicodeDecodeError as error:
             raise InputError(
                 "a name that is no text", _HINT, file=str(self._path), subject=str(self._path)

@@ -61,6 +61,7 @@ def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny
     assert api.plan(tiny("mixtral"), found.recipe).output_bytes == found.nbytes
 
 
+@pytest.mark.thorough
 def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
     """To second order, and on another text: within a factor of two. It is 1.3 for a dense model of this size."""
     model, rows = tiny("gpt-oss"), {**ROWS, "samples": 48, "length": 64}

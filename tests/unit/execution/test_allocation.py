@@ -144,6 +144,7 @@ def test_candidates_and_sizes_in_bytes(small):
     assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
 
 
+@pytest.mark.thorough
 def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
     """`plan` says of the same memory and context that the recipe fits, and of a larger context that it does not."""
     path = tmp_path / "mixed.toml"
@@ -242,6 +243,7 @@ def test_matrices_that_share_a_scale_are_measured_together(small, tmp_path):
     assert nats["fp8_e4m3:row:sym"] < nats["nvfp4"] < nats["int3:g64:sym"]
 
 
+@pytest.mark.thorough
 def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     """Shortcuts are taken only as long as Kendall's tau says that they change no order to speak of."""
     found = []

@@ -24,6 +24,7 @@ from quantforge.quantizers.guidance.token_weights import TokenWeights, clip_larg
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
+from tests.thorough import further
 
 
 class Seen:
@@ -137,7 +138,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
     ("family", "choices"),
     [
         ("gpt2", {"bits": 4}),
-        ("phi3", {"scheme": "W8A8_STATIC"}),
+        further("phi3", {"scheme": "W8A8_STATIC"}),
         ("llama", {"type": "Q4_0"}),
     ],
 )

@@ -13,6 +13,7 @@ from quantforge.execution import candidate_errors
 from quantforge.settings import Settings
 from tests.conftest import make_tiny
 from tests.runs import stopped_measuring
+from tests.thorough import further
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {"samples": 4, "length": 64, "calibration": "builtin"}
@@ -112,8 +113,8 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, 
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        ({"target": "3.4bpw"}, "demo-gptq-3.4bpw"),
-        ({"target": "14MB@512", "format": "mlx"}, "demo-gptq-14MB_512-mlx"),
+        further({"target": "3.4bpw"}, "demo-gptq-3.4bpw"),
+        further({"target": "14MB@512", "format": "mlx"}, "demo-gptq-14MB_512-mlx"),
         ({"target": "3.6bpw", "format": "gguf"}, "demo-gptq-3.6bpw.gguf"),
     ],
 )

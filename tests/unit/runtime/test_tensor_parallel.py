@@ -23,7 +23,7 @@ from quantforge_kernels import fallback
 from tests.quantized import random_tensor
 from tests.runs import CALIBRATION
 from tests.shares import load_part, on_ranks
-from tests.thorough import one_of_each
+from tests.thorough import one_of_each, usual
 from tests.unit.runtime.test_decoder import COMPUTED, COMPUTED_MIXTURES, filled, logits_of
 
 HALF = TensorParallelRank(0, 2, lambda part: part)
@@ -81,7 +81,12 @@ def test_two_ranks_give_the_logits_of_one(tiny, family):
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"), [(form, scheme) for form in SCHEMES for scheme in SCHEMES[form]]
+    ("form", "scheme"),
+    usual(
+        [(form, scheme) for form in SCHEMES for scheme in SCHEMES[form]],
+        *(("compressed-tensors", scheme) for scheme in ("int4:g32:asym", "nvfp4")),
+        *(("awq", "int4:g32:asym"), ("bnb", "nf4:g64:sym:double"), ("mlx", "int4:g32:min")),
+    ),
 )
 def test_packed_weights_are_shared(rounded, form, scheme):
     for family in ("llama", "llama-tied"):  # with biases and without

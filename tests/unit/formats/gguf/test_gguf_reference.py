@@ -15,7 +15,7 @@ from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, export
 from tests.runs import ROWS, command
-from tests.thorough import further
+from tests.thorough import further, usual
 
 # What each has: heads whose rows are reordered, transposed matrices, experts in stacks.
 MODELS = {
@@ -57,7 +57,7 @@ def blocks_by_ggml(tensor, plain, importance):
 
 
 @pytest.mark.parametrize("known", [further(False), True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", usual(MODELS, "llama-tied", "mixtral"))
 def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
     kind, sizes = MODELS[name]
     source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
