@@ -182,12 +182,24 @@ def lines(name: str) -> int:
 
 
 def summary(path: Path, widest: int) -> str:
-    """Return the first sentence of a module's docstring, cut at a pause where it is longer than ``widest``."""
+    """Return the first sentence of a module's docstring, cut at a pause where it is longer than ``widest``.
+
+    Nothing is cut within brackets or after "et al.".
+    """
     first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
-    sentence = re.split(r"(?<=[\w`)])\.(?:\s|$)", " ".join(first.split()))[0]
+    text = " ".join(first.split())
+    ends = [found.start() for found in re.finditer(r"(?<=[\w`)])(?<!\bet al)\.(?:\s|$)", text)]
+    sentence = text[: next((end for end in ends if outside_brackets(text[:end])), len(text))]
     while len(sentence) > widest:
-        sentence = sentence[: max(sentence.rfind(pause, 0, -1) for pause in ":,;")]
+        pauses = (sentence[:end] for end, char in enumerate(sentence) if char in ":,;(")
+        shorter = max(filter(outside_brackets, pauses), key=len, default="")
+        sentence = (shorter or sentence[:widest].rpartition(" ")[0]).rstrip()
     return sentence
+
+
+def outside_brackets(text: str) -> bool:
+    """Return whether no bracket is open at the end of a text."""
+    return text.count("(") <= text.count(")")
 
 
 def described(init: Path) -> str:

@@ -13,7 +13,7 @@ In this folder:
     evaluate        ``quantforge eval``: compare a reference with models derived from it, of any format
     export          ``quantforge export``: move a model into a format without quantizing it again
     formats         ``quantforge formats``: list the formats, and how exact each conversion between them is
-    generate        ``quantforge generate``: let models continue a text or answer; without a prompt
+    generate        ``quantforge generate``: continue a text, answer, or, without a prompt, chat on the terminal
     inspect         ``quantforge inspect``: show the contents of a model, from headers alone
     options         Command-line options that several verbs share, and parsers of their values
     path_arguments  Show paths and option names in output as the user typed them

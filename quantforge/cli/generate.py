@@ -1,4 +1,4 @@
-"""``quantforge generate``: let models continue a text or answer; without a prompt, chat on the terminal.
+"""``quantforge generate``: continue a text, answer, or, without a prompt, chat on the terminal.
 
 Answers are shown as they are generated, with their speed. Several models answer in turn, and the first difference
 between their answers is reported.

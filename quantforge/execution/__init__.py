@@ -36,5 +36,5 @@ In this folder:
     shared_run          Shared runs: several processes each work on different units
     unit_output         Output of a unit of work: writes stored tensors to the weight files, reads them back
     unit_recorder       Record the units of a run: each is timed, journaled and reported
-    units               Units of work: the parts of a run (blocks, experts, head
+    units               Units of work: the parts of a run that are finished and journaled one at a time
 """

@@ -1,4 +1,4 @@
-"""Guided rounding: weight calibration tokens by output gradients, and round under the weighted (guided) Hessians.
+"""Guided rounding: weight calibration tokens by output gradients, and round under these guided Hessians.
 
 Token weights are computed by a backward pass (`guidance.backward`) in a unit before the blocks, and stored in a file
 next to the journal, which an interrupted run reuses.

@@ -1,4 +1,4 @@
-"""Units of work: the parts of a run (blocks, experts, head, tuning) that are finished and journaled one at a time.
+"""Units of work: the parts of a run that are finished and journaled one at a time (blocks, experts, head, tuning).
 
 A unit writes a set of tensors. It is done when its line is in the journal; an interrupted unit is done again from the
 start.

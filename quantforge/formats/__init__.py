@@ -8,8 +8,8 @@ In this folder:
 
     auto_round             AutoRound files: GPTQ and AWQ layouts with their own ``quant_method``
     awq                    AWQ files in the ``gemm`` layout: 4 bits, one group size for the whole model
-    bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    configuration          The ``config.json`` of a result: the source's
+    bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks, or 8-bit rows
+    configuration          Write the ``config.json`` of a result
     convert                Convert a quantized tensor to another format's scheme without changing its values, or refuse
     declared_quantization  Quantization declared by a model directory: find the declaration, compare it with the tensors
     decoded                View of a quantized checkpoint as unquantized: weights are decoded when read

@@ -1,4 +1,4 @@
-"""The ``config.json`` of a result: the source's, with both spellings of the dtype and the quantization added.
+"""Write the ``config.json`` of a result (the source's, with the quantization and both spellings of the dtype).
 
 Engines have to know which linears and mixtures of experts stay as they are, by the names under which they look for
 them: they hold a mixture as one module.

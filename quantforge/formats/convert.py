@@ -233,7 +233,7 @@ def convert(
         zero_scales = (tensor.parameters["scales"] == 0).repeat_interleave(
             codes.shape[1] // tensor.parameters["scales"].shape[1], 1
         )
-        # What `_minima_to_zero_points` takes
+        # The code of zero for which `_minima_to_zero_points` chooses zero points
         codes = codes.masked_fill(zero_scales, 1 << (target.bits - 1))
     codes = to_signed_codes(codes, target.bits) if target.symmetric else codes
     return replace(tensor, codes=codes, parameters=parameters, scheme=target)

@@ -13,7 +13,7 @@ In this folder:
     hidden_states         Store hidden states between two blocks, and other block outputs, for all calibration rows
     model_class           Choose the transformers class for a configuration: the text decoder
     model_parts           Find the parts of a transformers model: the base model, the output layer
-    scale_folding         Fold a per-channel scale of an activation into the linears that read it and the module that pr
+    scale_folding         Fold per-channel scales of an activation into the linears that read it and into its producer
     skeleton              Build a transformers model without weights: parameters on the meta device, buffers real
     statistics            Statistics of activations that a quantization method can request, and their observed values
     stream                Run a model one decoder block at a time with calibration rows

@@ -1,4 +1,4 @@
-"""Fold a per-channel scale of an activation into the linears that read it and the module that produces it.
+"""Fold per-channel scales of an activation into the linears that read it and into its producer.
 
 For ``y = W x`` and any positive ``s``, ``y = (W diag(s)) (x / s)``. The columns of every reader are multiplied by ``s``
 and the producer of ``x`` is divided by it, so that the function of the model does not change. A norm divides its weight

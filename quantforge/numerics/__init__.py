@@ -2,7 +2,7 @@
 
 In this folder:
 
-    allocator          Configure glibc's allocator so that freed memory is returned to the system and does not raise the
+    allocator          Configure glibc's allocator to return freed memory to the system
     compiled           Support for loops compiled by numba: options, and a vector type of eight float32 values
     function_mode      A torch function mode with a single method that is called in place of every torch function
     hadamard           Rotate channels by Hadamard matrices: ``x -> x diag(signs) H / sqrt(size)``

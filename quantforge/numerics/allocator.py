@@ -1,4 +1,4 @@
-"""Configure glibc's allocator so that freed memory is returned to the system and does not raise the peak.
+"""Configure glibc's allocator to return freed memory to the system, so that it does not raise the peak.
 
 glibc takes large blocks directly from the system and returns them when they are freed, but each such return raises the
 threshold of "large", up to 32 MB; from then on activations of that size come from a heap that only grows. On a small

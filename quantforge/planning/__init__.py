@@ -21,7 +21,7 @@ In this folder:
     local_paths        Separate local paths from recipes: a recipe holds names and digests of the files it uses
     module_formats     Plan results of formats that store a model module by module: the scheme of every tensor
     naming             Default names of results: ``wren-awq-int4``, ``wren-Q4_0.gguf``
-    needed_statistics  Statistics that calibration has to collect for a plan: for the method
+    needed_statistics  Statistics that calibration has to collect for a plan
     notes              Notes of a plan: facts about the source, about draft heads (multi-token prediction)
     partial_plan       A plan before its files are laid out: what becomes of every tensor of a model
     peak_memory        Predict the peak memory of a run from headers alone; `plan` prints it

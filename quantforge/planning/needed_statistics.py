@@ -1,4 +1,4 @@
-"""Statistics that calibration has to collect for a plan: for the method, for static ranges and for the KV cache.
+"""Statistics that calibration has to collect for a plan (for the method, static ranges and the KV cache).
 
 Recipes that cannot be calibrated as they ask are refused here, including an importance file that does not have what the
 method needs.

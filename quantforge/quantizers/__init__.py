@@ -11,7 +11,7 @@ In this folder:
     rotate       Rotations folded into weights: an orthogonal matrix spreads outliers over all channels
     rtn          Round to nearest: each weight is rounded to the nearest point of its grid
     scale_pairs  Fold factors between a producer and its readers, shared by all transforms that move scales between them
-    smooth       SmoothQuant: move outliers of an activation into the weights that read it (Xiao et al.
+    smooth       SmoothQuant: move outliers of an activation into the weights that read it
     sparsity     Sparsity: set weights of each row to zero by their cost, and compensate in the remaining weights
     gptq/        GPTQ: round the columns of a matrix in turn
     guidance/    Guidance: weight calibration tokens by the gradients of the loss at the outputs of linears

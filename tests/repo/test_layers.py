@@ -78,6 +78,14 @@ def test_a_module_listed_in_a_table_is_not_used_there_and_one_named_in_a_call_is
     assert structure.named_in_calls(tree) == {"quantforge.errors"}
 
 
+def test_a_summary_is_cut_at_a_pause_outside_of_brackets(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text('"""Round (Xiao et al., 2022) in turn: columns, rows. More."""')
+    assert structure.summary(path, 60) == "Round (Xiao et al., 2022) in turn: columns, rows"
+    assert structure.summary(path, 40) == "Round (Xiao et al., 2022) in turn"
+    assert structure.summary(path, 20) == "Round"
+
+
 def test_every_folder_is_in_the_design():
     told = (ROOT / "docs" / "design.md").read_text()
     for name in ORDER:

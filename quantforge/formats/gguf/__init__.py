@@ -9,7 +9,7 @@ In this folder:
 
     container              Binary layout of GGUF files: header, metadata, tensor table
     families               Model families that can be stored as GGUF, and the tensor names of their files
-    importance_file        Importance matrices (mean squares of each input column) in the file formats of llama.cpp's to
+    importance_file        Importance matrices in the file formats of llama.cpp's tools
     metadata               General metadata keys of a GGUF file: model name, license, base model, provenance
     mixture                Tensor types of GGUF mixtures such as ``Q4_K_M``, chosen as llama.cpp chooses them
     modelfile              Ollama ``Modelfile`` for a GGUF file, with the model's context length and stop tokens

@@ -1,4 +1,4 @@
-"""Importance matrices (mean squares of each input column) in the file formats of llama.cpp's tools.
+"""Importance matrices in the file formats of llama.cpp's tools: the mean squares of each input column.
 
 Two forms. The current one is a GGUF file without an architecture: ``general.type`` is ``imatrix``, and a weight ``W``
 has two F32 tensors, ``W.in_sum2`` (sums of squares, one row per matrix: several for experts) and ``W.counts`` (rows

@@ -7,6 +7,6 @@ In this folder:
     gptq            GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
     hessian         Objective of GPTQ and of its refinement: ``E (H + diag(ridge)) E^T`` for each row of an error ``E``
     refine          Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    rtn_fallback    Last step of GPTQ
+    rtn_fallback    Last step of GPTQ: replace each row for which `rtn` with the same recipe has the smaller error
     solution        Solution of GPTQ for a matrix: codes and parameters, with the error of each row
 """

@@ -1,4 +1,4 @@
-"""Last step of GPTQ: replace rows by the result of `rtn` with the same recipe if it has the smaller error.
+"""Last step of GPTQ: replace each row for which `rtn` with the same recipe has the smaller error.
 
 GPTQ chooses scales for errors that later columns compensate. If a few columns are much larger than the others, the
 scales that `rtn` finds can serve a row better than any that GPTQ finds. So both results are computed from the same

@@ -14,12 +14,12 @@ In this folder:
     decode                Speculative decoding of one text: draft tokens, verify all of them in one pass
     draft_model           Draft models: a smaller model with the same vocabulary
     drafter               The drafter interface, the cache of a drafter, and reading of draft-head linears
-    eagle3                EAGLE-3
-    hidden_state_drafter  Draft with a small network (EAGLE-3
-    lookahead             Lookahead decoding: the model drafts for itself at several positions in parallel (Fu et al.
+    eagle3                EAGLE-3: draft with one decoder layer that reads tokens and the model's hidden states
+    hidden_state_drafter  Draft with a small network that reads tokens and the model's hidden states before them
+    lookahead             Lookahead decoding: the model drafts for itself at several positions in parallel
     medusa                Medusa heads: head i predicts the token i + 1 positions after the model's own
-    mtp                   Multi-token prediction (MTP)
-    ngrams                N-gram drafting (prompt lookup)
+    mtp                   Multi-token prediction (MTP): draft with a layer that models store after the decoder layers
+    ngrams                N-gram drafting (prompt lookup): copy what followed the text's last tokens at an earlier place
     options               Options of speculative decoding: the draft method, draft length and draft tree
     tree                  Draft trees: several tokens may be drafted for one position
     verify                Verification of drafted tokens: one is accepted if the model chooses the same token

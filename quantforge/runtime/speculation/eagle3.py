@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer that reads each token together with hidden states of the model before it.
+"""EAGLE-3: draft with one decoder layer that reads tokens and the model's hidden states.
 
 For the token at position i + 1 and the features g of position i it computes (Li et al., arXiv 2503.01840):
 

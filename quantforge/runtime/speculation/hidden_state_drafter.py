@@ -1,4 +1,4 @@
-"""Draft with a small network (EAGLE-3, MTP) that reads each token together with the model's hidden state before it.
+"""Draft with a small network that reads tokens and the model's hidden states before them (EAGLE-3, MTP).
 
 For drafted tokens, the network's own states take the place of the model's. So it drafts token by token, like a draft
 model, for the cost of one layer.

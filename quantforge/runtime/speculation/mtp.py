@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): the draft layer that some models store after their last decoder layer.
+"""Multi-token prediction (MTP): draft with a layer that models store after the decoder layers.
 
 For the token at position i + 1 and the model's final hidden state h of position i it computes
 

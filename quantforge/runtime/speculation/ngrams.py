@@ -1,4 +1,4 @@
-"""N-gram drafting (prompt lookup): copy the tokens that followed an earlier occurrence of the text's last tokens.
+"""N-gram drafting (prompt lookup): copy what followed the text's last tokens at an earlier place.
 
 Completions quote their prompt (edited code, summaries, names) and repeat themselves. The longest suffix of the text
 that occurred before is looked up in constant time per token, in a table from n-grams to the positions after their
