@@ -43,11 +43,15 @@ from quantforge.runtime.speculation.decode import (  # noqa: E402
     SpeculativeDecoder,
     speculative_decoder,
 )
+from quantforge.runtime.speculation.draft_options import (  # noqa: E402
+    DraftOptions,
+    count_tree_nodes,
+    parse_tree_shape,
+)
 from quantforge.runtime.speculation.drafter import Drafter  # noqa: E402
 from quantforge.runtime.speculation.ngrams import NgramDrafter  # noqa: E402
-from quantforge.runtime.speculation.options import DraftOptions, count_tree_nodes, parse_tree_shape  # noqa: E402
 from quantforge.runtime.speculation.tree import DraftTree  # noqa: E402
-from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens  # noqa: E402
+from quantforge.runtime.speculation.verify_drafts import SpeculationCounts, expected_tokens  # noqa: E402
 from quantforge.runtime.text_processing import load_text_processor  # noqa: E402
 
 WIDTHS = (1, 2, 3, 4, 6, 8)

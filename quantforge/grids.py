@@ -38,6 +38,9 @@ SCALE_BITS = {
 }  # fmt: skip
 DOUBLE_QUANT_GROUP = 256  # scales per float32 in double quantization, as in bitsandbytes
 INTEGER_BITS = range(2, 9)
+DEFAULT_GROUP_SIZE = (
+    128  # of integers in schemes and formats that name no other; every engine loads it
+)
 INTEGER_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
 
 
@@ -141,7 +144,7 @@ class Grid:
     bits: int
     packer: str
     weights_per_code: int = 1
-    default_granularity: Granularity = PerGroup(128)
+    default_granularity: Granularity = PerGroup(DEFAULT_GROUP_SIZE)
     groups_only: bool = False
     tiles: bool = False
     zeros: tuple[Zero, ...] = (Zero.NONE,)

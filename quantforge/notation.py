@@ -17,7 +17,17 @@ from __future__ import annotations
 import re
 
 from quantforge.errors import InputError, nearest_hint
-from quantforge.grids import GRIDS, Granularity, PerGroup, PerTensor, Row, ScaleType, Tile, Zero
+from quantforge.grids import (
+    DEFAULT_GROUP_SIZE,
+    GRIDS,
+    Granularity,
+    PerGroup,
+    PerTensor,
+    Row,
+    ScaleType,
+    Tile,
+    Zero,
+)
 from quantforge.scheme import Activation, LayerScheme, Scheme, Sparsity
 
 ALIASES: dict[str, str] = {
@@ -106,7 +116,7 @@ def _scheme_hint(text: str) -> str:
     match = _WIDTH.fullmatch(bare)
     if not match:
         return ""
-    bits, group, zero = match[1], match[2] or "128", match[3] or "sym"
+    bits, group, zero = match[1], match[2] or DEFAULT_GROUP_SIZE, match[3] or "sym"
     return f"write int{bits}:g{group}:{zero}"
 
 

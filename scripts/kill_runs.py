@@ -41,7 +41,7 @@ from quantforge import __version__, api
 from quantforge.api.inspect import inspect
 from quantforge.errors import InputError, QuantForgeError, RefusedError
 from quantforge.evaluation.compare_models import compare_models
-from quantforge.evaluation.options import EvaluationOptions as Evaluating
+from quantforge.evaluation.measurement_options import EvaluationOptions as Evaluating
 from quantforge.execution import claims
 from quantforge.files.disk import DISK
 from quantforge.formats.open_model import open_model

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from quantforge.evaluation.compare_models import Evaluation, compare_models
-from quantforge.evaluation.options import EvaluationOptions
+from quantforge.evaluation.measurement_options import EvaluationOptions
 from quantforge.evaluation.text_windows import Windows, cut_windows
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import decode_if_unsupported

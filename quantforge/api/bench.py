@@ -25,7 +25,7 @@ from quantforge.evaluation.bench_requests import (
     summarize,
 )
 from quantforge.progress import phase, report_step, report_to
-from quantforge.runtime.speculation.options import DraftOptions
+from quantforge.runtime.speculation.draft_options import DraftOptions
 from quantforge.settings import Settings, check_device
 
 SCHEMA = "quantforge.bench/2"

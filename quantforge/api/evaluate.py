@@ -34,7 +34,7 @@ from quantforge.settings import Settings, check_device
 
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
-    from quantforge.evaluation.options import EvaluationOptions
+    from quantforge.evaluation.measurement_options import EvaluationOptions
     from quantforge.evaluation.reference_text import Prompts
     from quantforge.files.reader import Checkpoint
 
@@ -262,7 +262,7 @@ def _evaluation_options(
     reference: Path, options: MeasurementOptions, tasks: Tasks | None, settings: Settings
 ) -> EvaluationOptions:
     """Check the tasks, read text and prompts, and return the complete options; errors as `evaluate`."""
-    from quantforge.evaluation.options import EvaluationOptions
+    from quantforge.evaluation.measurement_options import EvaluationOptions
 
     if tasks is not None:
         check(tasks)

@@ -17,7 +17,7 @@ from quantforge.formats.sources.head_directory import DraftHeadDirectory, open_d
 from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.runtime.generated_text import Generated
 from quantforge.runtime.generation_options import MAX_TOKENS, completion_options
-from quantforge.runtime.speculation.options import (
+from quantforge.runtime.speculation.draft_options import (
     DRAFT_METHODS,
     DRAFT_TOKENS,
     MTP,

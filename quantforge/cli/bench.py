@@ -14,7 +14,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import ABSENT, Column, describe_omitted, select_columns
 from quantforge.planning import typed_quantities
-from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:

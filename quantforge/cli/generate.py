@@ -27,7 +27,7 @@ from quantforge.errors import InputError, QuantForgeError, UsageError
 from quantforge.files.hub import is_hub_name
 from quantforge.numerics.shared_processors import FULL_SHARE
 from quantforge.runtime.generation_options import MAX_TOKENS, CompletionOptions, completion_options
-from quantforge.runtime.speculation.options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, under_torchrun
 from quantforge_kernels.cpu import program_cache
 

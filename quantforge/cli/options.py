@@ -19,7 +19,7 @@ from quantforge.events import KINDS, Policy
 from quantforge.planning import typed_quantities
 from quantforge.planning.gpu_cards import CARDS
 from quantforge.plans import Serving
-from quantforge.runtime.speculation.options import validate_draft
+from quantforge.runtime.speculation.draft_options import validate_draft
 from quantforge.settings import (
     ACTIVATIONS,
     check_device_name,

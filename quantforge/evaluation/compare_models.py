@@ -31,7 +31,7 @@ from quantforge.evaluation.cache_quality import (
 )
 from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
-from quantforge.evaluation.options import EvaluationOptions
+from quantforge.evaluation.measurement_options import EvaluationOptions
 from quantforge.evaluation.reference_text import (
     ReferenceAnswers,
     TokenizedPrompts,

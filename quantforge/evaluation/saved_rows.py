@@ -28,7 +28,7 @@ from quantforge_files.system import user_cache_directory
 from quantforge_kernels.cpu import instruction_sets
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.options import EvaluationOptions
+    from quantforge.evaluation.measurement_options import EvaluationOptions
     from quantforge.settings import Settings
 
 SCHEMA = "quantforge.eval/2"  # of the document, whose rows are stored

@@ -102,7 +102,7 @@ class Verdict(StrEnum):
     INEXACT = "inexact"  # scales have to be rounded: only with --allow-inexact
     IMPOSSIBLE = "impossible"
     # Scales and zero points are read, and decide, before anything is written
-    DEPENDS_ON_VALUES = "read"
+    DEPENDS_ON_VALUES = "values"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ from quantforge.formats.refusal_reasons import (
     check_whole_groups,
     require_possible,
 )
-from quantforge.grids import PerGroup, ScaleType, Zero
+from quantforge.grids import DEFAULT_GROUP_SIZE, PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
@@ -101,8 +101,8 @@ def default_scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Return asymmetric integers in groups of 128, the usual AWQ scheme."""
-    return f"int{bits}:g128:asym"
+    """Return asymmetric integers in groups of the default size, the usual AWQ scheme."""
+    return f"int{bits}:g{DEFAULT_GROUP_SIZE}:asym"
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:

@@ -83,7 +83,7 @@ from quantforge.formats.refusal_reasons import (
     config_group_size,
     require_possible,
 )
-from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
+from quantforge.grids import DEFAULT_GROUP_SIZE, PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
@@ -128,8 +128,8 @@ def default_scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Return symmetric integers in groups of 128, which every engine of the format loads."""
-    return f"int{bits}:g128:sym"
+    """Return symmetric integers in groups of the default size, which every engine of the format loads."""
+    return f"int{bits}:g{DEFAULT_GROUP_SIZE}:sym"
 
 
 def check_layer(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quantforge.errors import RefusedError
 from quantforge.formats import Compatibility, Verdict
 from quantforge.formats.configuration import name_within_block
-from quantforge.grids import PerGroup, ScaleType, Tile, Zero
+from quantforge.grids import DEFAULT_GROUP_SIZE, PerGroup, ScaleType, Tile, Zero
 from quantforge.scheme import LayerScheme, Scheme
 
 
@@ -53,7 +53,7 @@ def check_weight_only_integers(layer: LayerScheme) -> Compatibility | None:
     """Return why a layer is not integer weights with unquantized inputs, or None."""
     scheme = layer.weight
     if not scheme.integer or scheme.zero is Zero.MIN:
-        nearest = f"int{8 if scheme.bits > 4 else 4}:g128:sym"
+        nearest = f"int{8 if scheme.bits > 4 else 4}:g{DEFAULT_GROUP_SIZE}:sym"
         return Compatibility(
             Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not integers on a scale", nearest
         )

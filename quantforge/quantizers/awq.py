@@ -275,12 +275,12 @@ def balance_factors(
     importance = importance.view(1, -1, group)
     for step in range(BALANCE_ITERATIONS):
         noise = importance / scale
-        total = noise.sum(-1, keepdim=True)
+        total_noise = noise.sum(-1, keepdim=True)
         ranges = _range_shares(squares * scale)
         total_ranges = ranges.sum(-1, keepdim=True)
-        min_range = MIN_SHARE * total_ranges * total
+        min_range = MIN_SHARE * total_ranges * total_noise
         quotient = tie((noise * total_ranges + min_range).flatten()) / tie(
-            (ranges * total + min_range).flatten()
+            (ranges * total_noise + min_range).flatten()
         )
         rate = 0.5 if step < BALANCE_ITERATIONS // 2 else 0.25
         scale = scale * quotient.pow(rate).clamp(1 / 4, 4).view_as(scale)
@@ -428,14 +428,14 @@ class _InputMoments:
     def __enter__(self) -> Self:
         self._handles = [
             self._block.get_submodule(name).register_forward_pre_hook(
-                partial(self._accumulate, total)
+                partial(self._accumulate, accumulator)
             )
-            for name, total in self._sums.items()
+            for name, accumulator in self._sums.items()
         ]
         return self
 
-    def _accumulate(self, total: Accumulator, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        total.add(args[0].reshape(-1, args[0].shape[-1]))
+    def _accumulate(self, accumulator: Accumulator, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        accumulator.add(args[0].reshape(-1, args[0].shape[-1]))
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
@@ -443,7 +443,7 @@ class _InputMoments:
 
     def means(self) -> dict[str, Tensor]:
         """Return the means of the linears that were run, by name; the sums are consumed."""
-        means = {name: total.result().hessian for name, total in self._sums.items()}
+        means = {name: accumulator.result().hessian for name, accumulator in self._sums.items()}
         return {name: mean for name, mean in means.items() if mean is not None}
 
 

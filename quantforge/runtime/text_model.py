@@ -26,7 +26,7 @@ from quantforge.runtime.generation_options import CompletionOptions
 from quantforge.runtime.load import Loaded
 from quantforge.runtime.sampling import ChosenToken, RowSampler
 from quantforge.runtime.speculation.decode import SpeculativeCompletion, SpeculativeDecoder
-from quantforge.runtime.speculation.verify import SpeculationCounts
+from quantforge.runtime.speculation.verify_drafts import SpeculationCounts
 from quantforge.runtime.text_processing import TextProcessor, as_input_errors, load_text_processor
 from quantforge.runtime.text_stream import TextStream
 from quantforge_calibration.chat import ChatTemplate

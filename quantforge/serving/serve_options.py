@@ -8,7 +8,7 @@ from typing import TypedDict
 from quantforge.cache_kinds import parse_cache_kind
 from quantforge.errors import UsageError
 from quantforge.runtime.generation_options import ValueRange
-from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 
 PACKAGES = ("pydantic", "starlette", "uvicorn")
 COUNT = ValueRange("a whole number from 1 on", 1, integer_only=True)

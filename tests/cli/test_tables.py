@@ -23,7 +23,7 @@ from quantforge.evaluation.columns import (
     wrap_cells,
 )
 from quantforge.evaluation.compare_models import FIGURES, Evaluation
-from quantforge.evaluation.options import EvaluationOptions
+from quantforge.evaluation.measurement_options import EvaluationOptions
 from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes

@@ -21,7 +21,7 @@ from quantforge.cli.app import Stopped
 from quantforge.errors import InputError, ResourceError
 from quantforge.evaluation import compare_models as evaluation
 from quantforge.evaluation import saved_rows
-from quantforge.evaluation.options import EvaluationOptions
+from quantforge.evaluation.measurement_options import EvaluationOptions
 from quantforge.evaluation.saved_rows import resume_rows
 from quantforge.evaluation.tasks import Tasks
 from quantforge.formats.open_model import open_model

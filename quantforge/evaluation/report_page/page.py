@@ -42,7 +42,7 @@ from quantforge.evaluation.verdict import UNRELIABLE_MARK, Verdict
 
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
-    from quantforge.evaluation.options import EvaluationOptions
+    from quantforge.evaluation.measurement_options import EvaluationOptions
 
 TextPart = tuple[str, bool]  # text, and whether it differs from the reference
 Row = Mapping[str, Any]

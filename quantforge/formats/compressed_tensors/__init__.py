@@ -63,7 +63,7 @@ from quantforge.formats.engine_rules import (
 from quantforge.formats.engine_verdicts import blocks_read_weights
 from quantforge.formats.read_checks import contradiction_error, require_scales
 from quantforge.formats.refusal_reasons import check_whole_groups, require_possible
-from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
+from quantforge.grids import DEFAULT_GROUP_SIZE, PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
@@ -226,15 +226,15 @@ def default_scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Return symmetric integers in groups of 128, which every engine of the format loads."""
-    return f"int{bits}:g128:sym"
+    """Return symmetric integers in groups of the default size, which every engine of the format loads."""
+    return f"int{bits}:g{DEFAULT_GROUP_SIZE}:sym"
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Check a weight: integers in groups that divide the columns, e4m3, block scales; see `SUPPORTED_INPUTS`."""
     scheme = layer.weight
     if format_name(layer) is None or scheme.zero is Zero.MIN:
-        nearest = "int4:g128:sym" if scheme.weight_bits < 8 else "fp8:row:sym"
+        nearest = default_scheme(4) if scheme.weight_bits < 8 else "fp8:row:sym"
         return Compatibility(
             Verdict.IMPOSSIBLE, f"{scheme.grid}:{scheme.zero} is no number of this format", nearest
         )

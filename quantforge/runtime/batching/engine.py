@@ -35,9 +35,9 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import BatchedSteps
 from quantforge.runtime.sampling import ChosenToken, RowSampler, with_log_probabilities
 from quantforge.runtime.speculation.decode import DraftLengthController, SpeculativeDecoder
+from quantforge.runtime.speculation.draft_options import SINGLE_TEXT_ERROR
 from quantforge.runtime.speculation.drafter import Drafter
-from quantforge.runtime.speculation.options import SINGLE_TEXT_ERROR
-from quantforge.runtime.speculation.verify import SpeculationCounts, VerifiedDraft, verify
+from quantforge.runtime.speculation.verify_drafts import SpeculationCounts, VerifiedDraft, verify
 from quantforge_kernels.kv import PAGE_SIZE
 
 

@@ -31,6 +31,7 @@ from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import ChosenToken, RowSampler
 from quantforge.runtime.speculation.draft_model import DRAFT_SCHEMES, ModelDrafter, quantize_draft
+from quantforge.runtime.speculation.draft_options import LOOKAHEAD, MTP, NGRAM, DraftOptions
 from quantforge.runtime.speculation.drafter import Drafter, PassOutputs, allocate_text_cache
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
 from quantforge.runtime.speculation.hidden_state_drafter import HiddenStateDrafter
@@ -38,9 +39,8 @@ from quantforge.runtime.speculation.lookahead import NGRAM_LENGTH, LookaheadDraf
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from quantforge.runtime.speculation.mtp import MtpLayer, read_mtp
 from quantforge.runtime.speculation.ngrams import NgramDrafter
-from quantforge.runtime.speculation.options import LOOKAHEAD, MTP, NGRAM, DraftOptions
 from quantforge.runtime.speculation.tree import DraftTree
-from quantforge.runtime.speculation.verify import (
+from quantforge.runtime.speculation.verify_drafts import (
     SpeculationCounts,
     VerifiedDraft,
     expected_tokens,

@@ -25,8 +25,8 @@ from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import reason_to_decode
 from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
+from quantforge.runtime.speculation.draft_options import DRAFT_BITS
 from quantforge.runtime.speculation.drafter import Drafter, allocate_text_cache
-from quantforge.runtime.speculation.options import DRAFT_BITS
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.options import MAX_NODES
+from quantforge.runtime.speculation.draft_options import MAX_NODES
 from quantforge.runtime.speculation.tree import DraftTree
 from quantforge_kernels.layers import linear
 

@@ -15,7 +15,7 @@ import pytest
 
 from quantforge.evaluation.columns import ABSENT
 from quantforge.evaluation.compare_models import QUANTILES, Evaluation
-from quantforge.evaluation.options import EvaluationOptions
+from quantforge.evaluation.measurement_options import EvaluationOptions
 from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.charts import (

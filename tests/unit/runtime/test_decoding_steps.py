@@ -13,7 +13,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import padded_batch_size
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import choose_tokens
-from quantforge.runtime.speculation import verify
+from quantforge.runtime.speculation import verify_drafts
 from quantforge.settings import Settings
 from quantforge_kernels.cpu.instruction_sets import best_instruction_set
 
@@ -31,7 +31,7 @@ def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     """Return the logits of every step; requests leave one after the other."""
     found = []
     monkeypatch.setattr(
-        verify,
+        verify_drafts,
         "choose_tokens",
         lambda samplers, logits: found.append(logits.clone()) or choose_tokens(samplers, logits),
     )

@@ -16,7 +16,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
 from quantforge.runtime.speculation.decode import SpeculativeDecoder, speculative_decoder
-from quantforge.runtime.speculation.options import DraftOptions
+from quantforge.runtime.speculation.draft_options import DraftOptions
 from tests.choices import plain_text
 from tests.plain_loop import StopLimits, generate
 from tests.runs import copied, first_blocks

@@ -13,9 +13,9 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler
+from quantforge.runtime.speculation.draft_options import DraftOptions
 from quantforge.runtime.speculation.drafter import PassOutputs
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
-from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.runtime.speculation.tree import DraftTree
 from tests.plain_loop import StopLimits, generate
 from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, PENALISED, speculated

@@ -22,7 +22,7 @@ from quantforge.runtime.speculation.decode import (
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
-from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens
+from quantforge.runtime.speculation.verify_drafts import SpeculationCounts, expected_tokens
 from tests.choices import plain_text
 from tests.fake_decoder import chain
 from tests.plain_loop import StopLimits, generate

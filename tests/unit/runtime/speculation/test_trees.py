@@ -17,9 +17,9 @@ from quantforge.runtime.load import load
 from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.draft_model import ModelDrafter
+from quantforge.runtime.speculation.draft_options import MAX_NODES, DraftOptions, parse_tree_shape
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
-from quantforge.runtime.speculation.options import MAX_NODES, DraftOptions, parse_tree_shape
 from quantforge.runtime.speculation.tree import ROOT, DraftTree
 from tests.choices import plain_text
 from tests.fake_decoder import chain
