@@ -52,13 +52,13 @@ def test_plan_and_quantize_agree(model: Model, result: Any) -> None:
     assert result.document["schema"] == "quantforge.quantize/2"
 
 
-def test_export_moves_it_into_a_gguf_file(make: Make, result: Any) -> None:
+def test_export_converts_a_result_to_gguf(make: Make, result: Any) -> None:
     made = make("export", result.path, "--format gguf")
     assert made.document["verdict"] == "exact but for the embedding"
     assert made.path.read_bytes()[:4] == b"GGUF"
 
 
-def test_eval_says_which_is_closer(model: Model, make: Make, result: Any) -> None:
+def test_eval_ranks_two_results_by_divergence(model: Model, make: Make, result: Any) -> None:
     plain = make("quantize", "demo", RTN)
     found = document("eval", model("demo"), plain.path, result.path, EVALUATION)
     reference, rounded, better = found["models"]
@@ -67,7 +67,9 @@ def test_eval_says_which_is_closer(model: Model, make: Make, result: Any) -> Non
     assert all(row["perplexity_se"] > 0 for row in found["models"])
 
 
-def test_verify_diff_inspect_and_reproduce(model: Model, make: Make, result: Any) -> None:
+def test_verify_diff_inspect_and_reproduce_accept_a_result(
+    model: Model, make: Make, result: Any
+) -> None:
     assert document("verify", result.path, "--source", model("demo"))["ok"] is True
     assert document("diff", result.path, result.path)["equal"] is True
     assert document("inspect", result.path)["schemes"]["int4:g128:sym:bf16"] == 28
@@ -104,7 +106,7 @@ def test_bench_sends_a_stream_of_requests(result: Any) -> None:
 
 
 @pytest.mark.thorough  # as `test_several_results` shows
-def test_release_and_sweep_make_several(model: Model, tmp_path: Path) -> None:
+def test_release_and_sweep_write_several_results(model: Model, tmp_path: Path) -> None:
     spec = tmp_path / "release.toml"
     spec.write_text(
         f'model = "{model("llama")}"\n[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
@@ -128,7 +130,7 @@ def test_release_and_sweep_make_several(model: Model, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "swept").iterdir() if path.is_dir()} == {"bits4"}
 
 
-def test_formats_recipes_and_doctor_list_what_there_is() -> None:
+def test_formats_recipes_and_doctor_list_their_entries() -> None:
     listed = {row["format"] for row in document("formats")["formats"]}
     assert listed == {
         "plain",
@@ -157,7 +159,7 @@ def test_help_lists_the_options_of_every_verb() -> None:
         assert command("help", verb).out == shown.out
 
 
-def test_help_lists_the_verbs_and_a_version_is_told() -> None:
+def test_help_lists_the_verbs_and_version_is_printed() -> None:
     shown = command("--help").out
     assert shown == command().out
     assert {*re.findall(r"^  ([a-z]+) ", shown, re.MULTILINE)} >= {*VERBS}

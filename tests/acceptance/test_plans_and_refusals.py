@@ -44,7 +44,9 @@ from tests.thorough import further
         further("llama", "--method rtn --format mlx --bits 4 --calibration none"),
     ],
 )  # fmt: skip
-def test_a_plan_is_what_comes_out(name: str, words: str, model: Model, make: Make) -> None:
+def test_a_plan_predicts_output_bytes_and_every_tensor(
+    name: str, words: str, model: Model, make: Make
+) -> None:
     """Exact bytes, and every tensor of the source exactly once."""
     planned = document("plan", model(name), words)
     made = make("quantize", name, words)
@@ -71,7 +73,7 @@ def test_a_plan_reads_headers_only_and_writes_nothing(
     assert digests(tmp_path) == files
 
 
-def test_a_plan_says_what_it_takes_and_who_loads_it(model: Model) -> None:
+def test_a_plan_estimates_memory_time_and_engine_support(model: Model) -> None:
     planned = document("plan", model("demo"), DEMO_GPTQ)
     assert planned["peak_memory_bytes"] > 0
     assert planned["forecast"]["total_seconds"] > 0
@@ -82,7 +84,7 @@ def test_a_plan_says_what_it_takes_and_who_loads_it(model: Model) -> None:
         assert word in shown.out
 
 
-def test_whether_a_result_fits_a_device(model: Model) -> None:
+def test_plan_reports_whether_a_result_fits_a_device(model: Model) -> None:
     planned = ("plan", model("demo"), RTN, "--context 64 --batch 8")
     device = "--bandwidth 1TB/s --compute 100TFLOPS --price 2.5/h"
     small, large = (
@@ -101,7 +103,7 @@ def test_whether_a_result_fits_a_device(model: Model) -> None:
 # ---- inspect
 
 
-def test_inspect_reads_headers_of_anything(model: Model, make: Make) -> None:
+def test_inspect_reads_headers_of_models_files_and_results(model: Model, make: Make) -> None:
     whole = document("inspect", model("demo"))
     assert whole["weights"] == sum(weight.numel() for weight in tensors(model("demo")).values())
     single = document("inspect", model("demo") / "model.safetensors")
@@ -115,7 +117,7 @@ def test_inspect_reads_headers_of_anything(model: Model, make: Make) -> None:
     assert made["bits_per_quantized_weight"] == pytest.approx(4.13, abs=0.01)
 
 
-def test_inspect_derives_what_reads_the_same_activation(model: Model, tmp_path: Path) -> None:
+def test_inspect_derives_linears_that_share_an_input(model: Model, tmp_path: Path) -> None:
     found = document("inspect", model("llama"), "--derive -o", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["kinds"] == found["kinds"]
     groups = [{*group["linears"]} for kind in found["kinds"] for group in kind["inputs"]]
@@ -152,7 +154,7 @@ REFUSALS: list[tuple[tuple[str, ...], int, str]] = [
 ]  # fmt: skip
 
 
-def test_a_refusal_has_a_code_and_names_what_is_wrong(model: Model, tmp_path: Path) -> None:
+def test_a_refusal_has_an_exit_code_and_names_the_mistake(model: Model, tmp_path: Path) -> None:
     for words, code, named in REFUSALS:
         line = [word.replace("MODEL", str(model("llama"))) for word in words]
         ended = command(*line, "--json", cwd=tmp_path)
@@ -167,7 +169,7 @@ def test_a_refusal_has_a_code_and_names_what_is_wrong(model: Model, tmp_path: Pa
         assert error["message"].split()[0] in plain.err
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_a_closed_stdout_pipe_ends_with_code_141() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-c", ALONE, "formats"], stdout=writing, stderr=subprocess.PIPE, text=True,
@@ -177,7 +179,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 
 @pytest.mark.thorough  # as `tests/cli/test_cli.py` shows of more commands
-def test_help_and_plan_do_without_torch(model: Model) -> None:
+def test_help_and_plan_do_not_import_torch(model: Model) -> None:
     script = (
         "import sys, quantforge\n"
         "assert 'torch' not in sys.modules\n"
@@ -199,7 +201,7 @@ def test_help_and_plan_do_without_torch(model: Model) -> None:
 # ---- import quantforge
 
 
-def test_what_the_package_offers() -> None:
+def test_the_package_exports_the_documented_names() -> None:
     functions = {"allocate", "capacity", "demo", "derive_declarations", "diff", "evaluate", "export", "generate",
                  "inspect", "load", "make_imatrix", "plan", "quantize", "release", "reproduce", "serve", "sweep",
                  "verify"}  # fmt: skip
@@ -210,7 +212,7 @@ def test_what_the_package_offers() -> None:
     assert {*quantforge.__all__} <= {*dir(quantforge)}
 
 
-def test_functions_make_what_the_command_makes(
+def test_python_functions_match_the_command_line(
     model: Model, make: Make, tmp_path: Path, capsys: Any
 ) -> None:
     source, out = model("llama"), tmp_path / "out"
@@ -233,7 +235,9 @@ def test_functions_make_what_the_command_makes(
     assert [*capsys.readouterr()] == ["", ""]  # nothing is printed
 
 
-def test_a_recipe_and_settings_as_objects(model: Model, make: Make, tmp_path: Path) -> None:
+def test_recipe_and_settings_objects_match_the_options(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
     shares: list[float] = []
     recipe = quantforge.Recipe(
         method="rtn",
@@ -253,7 +257,7 @@ def test_a_recipe_and_settings_as_objects(model: Model, make: Make, tmp_path: Pa
     assert shares[-1] == 1
 
 
-def test_errors_are_of_one_kind(model: Model, tmp_path: Path) -> None:
+def test_api_errors_are_quantforge_errors_with_exit_codes(model: Model, tmp_path: Path) -> None:
     wrong: list[tuple[int, Callable[[], object]]] = [
         (2, lambda: quantforge.plan(model("llama"), bitz=4)),
         (2, lambda: quantforge.plan(model("llama"), method="gtpq")),
@@ -269,7 +273,7 @@ def test_errors_are_of_one_kind(model: Model, tmp_path: Path) -> None:
         assert raised.value.message
 
 
-def test_progress_may_stop_a_verb(model: Model, tmp_path: Path) -> None:
+def test_an_exception_in_the_progress_callback_stops_a_run(model: Model, tmp_path: Path) -> None:
     class EnoughError(Exception):
         pass
 
@@ -290,7 +294,7 @@ def test_progress_may_stop_a_verb(model: Model, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_is_loaded_once_and_computes(model: Model, make: Make) -> None:
+def test_a_loaded_model_computes_logits_and_generates(model: Model, make: Make) -> None:
     made = make("quantize", "demo", DEMO_GPTQ).path
     loaded = quantforge.load(made)
     with torch.inference_mode():
@@ -305,7 +309,7 @@ def test_a_model_is_loaded_once_and_computes(model: Model, make: Make) -> None:
     assert len(told.choices) == 1
 
 
-def test_a_server_tells_when_it_listens(model: Model, start: Start) -> None:
+def test_serve_calls_ready_when_it_listens(model: Model, start: Start) -> None:
     told: list[Any] = []
 
     class StopError(Exception):
@@ -320,7 +324,7 @@ def test_a_server_tells_when_it_listens(model: Model, start: Start) -> None:
     assert told[0].url.startswith("http://127.0.0.1:")
 
 
-def test_importance_and_declarations(model: Model, tmp_path: Path) -> None:
+def test_make_imatrix_and_derive_declarations_write_files(model: Model, tmp_path: Path) -> None:
     recipe = quantforge.Recipe(calibration=quantforge.CalibrationOptions(samples=4, length=32))
     quantforge.make_imatrix(
         model("wide"), recipe, tmp_path / "importance.gguf", quantforge.Settings()
@@ -331,7 +335,7 @@ def test_importance_and_declarations(model: Model, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "found.json").read_text())["kinds"]
 
 
-def test_what_a_result_needs_under_a_load(model: Model) -> None:
+def test_capacity_depends_on_the_cache_precision(model: Model) -> None:
     load = quantforge.Load(context=64, batch=8, cache="int8")
     plan, used = quantforge.capacity(model("demo"), load, method="rtn", bits=4)
     assert used.weights_bytes > 0
@@ -343,7 +347,7 @@ def test_what_a_result_needs_under_a_load(model: Model) -> None:
 
 
 @pytest.mark.thorough  # each function has tests of its own in `tests/faults` and `tests/unit/execution`
-def test_several_results_from_python(model: Model, tmp_path: Path) -> None:
+def test_sweep_release_and_allocate_from_python(model: Model, tmp_path: Path) -> None:
     swept = quantforge.sweep(
         model("llama"), {"bits": [4]}, tmp_path / "swept", method="rtn", calibration="none",
         measured={"windows": 2, "length": 32},

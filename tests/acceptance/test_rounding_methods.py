@@ -39,14 +39,16 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", usual(METHODS, "awq+gptq", "smooth+gptq", "rotate+rtn", "guided"))
-def test_a_method_makes_a_sound_result(name: str, model: Model, make: Make) -> None:
+def test_every_method_writes_a_result_that_verify_accepts(
+    name: str, model: Model, make: Make
+) -> None:
     made = make("quantize", "llama", METHODS[name])
     assert made.document["method"] == METHODS[name].split()[1]
     report = document("verify", made.path, "--source", model("llama"))
     assert (report["ok"], report["findings"]) == (True, [])
 
 
-def test_methods_with_data_lose_less_than_plain_rounding(model: Model, make: Make) -> None:
+def test_calibrated_methods_diverge_less_than_rtn(model: Model, make: Make) -> None:
     names = ("rtn", "awq", "gptq", "awq+gptq", "guided")
     paths = [make("quantize", "llama", METHODS[name]).path for name in names]
     rows = document("eval", model("llama"), *paths, EVALUATION)["models"][1:]
@@ -55,7 +57,7 @@ def test_methods_with_data_lose_less_than_plain_rounding(model: Model, make: Mak
     assert max(lost[name] for name in ("gptq", "awq+gptq", "guided")) < lost["rtn"] / 2, lost
 
 
-def test_tuning_learns_scales_and_norms(model: Model, make: Make) -> None:
+def test_tuning_changes_scales_but_not_head_or_embedding(model: Model, make: Make) -> None:
     words = "--method gptq --bits 3 --samples 16 --length 64"
     plain, tuned = (make("quantize", "llama", words, f"--tune {epochs}").path for epochs in (0, 1))
     before, after = tensors(plain), tensors(tuned)
@@ -67,7 +69,7 @@ def test_tuning_learns_scales_and_norms(model: Model, make: Make) -> None:
     assert rows[1]["kl_mean"] < 1.05 * rows[0]["kl_mean"]
 
 
-def test_plain_rounding_takes_the_nearest_code(model: Model, make: Make) -> None:
+def test_rtn_rounds_to_the_nearest_code(model: Model, make: Make) -> None:
     made = make("quantize", "llama", RTN, "--scales absmax")
     scale, found = tensors(made.path), decode(made.path)
     for name, weight in tensors(model("llama")).items():
@@ -83,7 +85,7 @@ def test_plain_rounding_takes_the_nearest_code(model: Model, make: Make) -> None
             ).abs().max() < 0.08
 
 
-def test_a_scale_search_is_closer_than_the_largest_value(model: Model, make: Make) -> None:
+def test_scale_search_has_less_error_than_absmax(model: Model, make: Make) -> None:
     paths = [make("quantize", "llama", RTN, "--scales", how).path for how in ("absmax", "search")]
     source = tensors(model("llama"))
     absmax, search = (
@@ -117,7 +119,7 @@ def test_an_option_changes_the_bytes(
     assert weights[0] != weights[1]
 
 
-def test_layers_are_chosen_by_patterns(make: Make) -> None:
+def test_ignore_and_rule_patterns_select_layers(make: Make) -> None:
     words = "--ignore re:.*k_proj --rule down_proj=int8:g128:sym --rule *.1.mlp.*=int3:g128:sym"
     made = make("quantize", "llama", RTN, words, "--lm-head int8:g128:sym").path
     schemes = document("inspect", made)["schemes"]
@@ -130,12 +132,12 @@ def test_layers_are_chosen_by_patterns(make: Make) -> None:
     assert "lm_head.weight_packed" in stored
 
 
-def test_an_embedding_is_rounded_on_demand(make: Make) -> None:
+def test_embedding_option_quantizes_the_embedding(make: Make) -> None:
     made = make("quantize", "llama", RTN, "--embedding int8:row")
     assert "int8:row:sym:bf16" in document("inspect", made.path)["schemes"]
 
 
-def test_a_pattern_without_a_match_names_the_nearest(model: Model, tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_suggests_the_nearest_name(model: Model, tmp_path: Path) -> None:
     for option in ("--ignore", "--rule"):
         word = "q_porj" if option == "--ignore" else "q_porj=int8:g128:sym"
         said = refusal(3, "quantize", model("llama"), RTN, option, word, "-o", tmp_path / "out")
@@ -143,7 +145,7 @@ def test_a_pattern_without_a_match_names_the_nearest(model: Model, tmp_path: Pat
         assert "q_proj" in said
 
 
-def test_weight_files_are_split_at_a_size(model: Model, make: Make) -> None:
+def test_weights_are_split_into_shards_of_a_maximum_size(model: Model, make: Make) -> None:
     limit = 200_000
     made = make("quantize", "llama", GPTQ, "--max-shard-bytes", limit).path
     shards = sorted(made.glob("*.safetensors"))
@@ -154,7 +156,7 @@ def test_weight_files_are_split_at_a_size(model: Model, make: Make) -> None:
     assert {*tensors(made)} == {*tensors(make("quantize", "llama", GPTQ).path)}
 
 
-def test_scales_of_a_cache_are_measured(make: Make) -> None:
+def test_kv_cache_scales_are_measured(make: Make) -> None:
     made = make("quantize", "llama", "--method rtn --bits 4 --kv-cache fp8", ROWS).path
     stored = tensors(made)
     for block in range(2):
@@ -165,7 +167,7 @@ def test_scales_of_a_cache_are_measured(make: Make) -> None:
     assert tensors(heads)["model.layers.0.self_attn.k_scale"].shape[0] == 2
 
 
-def test_static_inputs_have_measured_ranges(make: Make) -> None:
+def test_static_input_scales_are_measured(make: Make) -> None:
     words = f"--method rtn --scheme FP8_STATIC {ROWS}"
     ranges = {}
     for how in ("absmax", "percentile", "mse"):
@@ -183,7 +185,7 @@ def test_static_inputs_have_measured_ranges(make: Make) -> None:
 
 
 @pytest.mark.parametrize("method", ["magnitude", further("wanda"), "sparsegpt"])
-def test_zeros_of_a_sparse_model(method: str, model: Model, make: Make) -> None:
+def test_pruning_reaches_the_requested_sparsity(method: str, model: Model, make: Make) -> None:
     words = f"--method {method} --format plain {'' if method == 'magnitude' else ROWS}"
     made = make("quantize", "llama", words, "--sparsity 2:4").path
     for name, weight in tensors(made).items():
@@ -195,7 +197,7 @@ def test_zeros_of_a_sparse_model(method: str, model: Model, make: Make) -> None:
     assert (zeros == 64).all()
 
 
-def test_magnitude_keeps_the_largest_weights(model: Model, make: Make) -> None:
+def test_magnitude_pruning_keeps_the_largest_weights(model: Model, make: Make) -> None:
     words = "--method magnitude --format plain --sparsity 2:4"
     made = tensors(make("quantize", "llama", words).path)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -207,14 +209,14 @@ def test_magnitude_keeps_the_largest_weights(model: Model, make: Make) -> None:
     assert (size.where(~kept, torch.zeros_like(size)).amax(1) <= least).all()
 
 
-def test_plain_rounding_keeps_zeros(make: Make) -> None:
+def test_rtn_keeps_zero_weights_zero(make: Make) -> None:
     sparse = make("quantize", "llama", "--method magnitude --format plain --sparsity 2:4").path
     rounded = decode(make("quantize", sparse, RTN).path)
     weight = tensors(sparse)["model.layers.1.mlp.down_proj.weight"]
     assert (rounded["model.layers.1.mlp.down_proj"][weight == 0] == 0).all()
 
 
-def test_without_a_method_what_measured_best_is_taken(model: Model) -> None:
+def test_the_default_method_depends_on_bits_and_options(model: Model) -> None:
     source = model("llama")
     assert document("plan", source, "--bits 4")["method"] == "awq+gptq"
     assert document("plan", source, "--bits 8")["method"] == "rtn"
@@ -223,7 +225,7 @@ def test_without_a_method_what_measured_best_is_taken(model: Model) -> None:
     assert document("plan", source, "--type Q4_K_M")["method"] == "gptq"
 
 
-def test_effort_sets_what_is_not_named(model: Model, tmp_path: Path) -> None:
+def test_effort_sets_the_options_that_are_not_given(model: Model, tmp_path: Path) -> None:
     made = command(
         "quantize",
         model("llama"),
@@ -239,7 +241,7 @@ def test_effort_sets_what_is_not_named(model: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough  # as `tests/unit/execution/test_quantize_to_a_size.py` shows
-def test_a_size_is_kept_within(model: Model, tmp_path: Path) -> None:
+def test_target_size_is_an_upper_limit(model: Model, tmp_path: Path) -> None:
     words = f"--target 3.5bpw --candidates int3:g128,int4:g128 {ROWS}"
     made = document("quantize", model("llama"), words, "-o", tmp_path / "sized")
     assert 3.13 < made["bits_per_weight_in_blocks"] <= 3.5
@@ -247,7 +249,7 @@ def test_a_size_is_kept_within(model: Model, tmp_path: Path) -> None:
     assert "1bpw" in said or "smallest" in said
 
 
-def test_degradations_are_events_that_strict_refuses(
+def test_strict_refuses_degradation_events_that_are_not_allowed(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
     made = make("quantize", "llama", GPTQ)
@@ -265,7 +267,9 @@ def test_degradations_are_events_that_strict_refuses(
     )
 
 
-def test_a_group_that_does_not_divide_gives_way(model: Model, make: Make, tmp_path: Path) -> None:
+def test_a_group_size_that_does_not_divide_is_substituted(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
     made = make("quantize", "mixture", RTN)
     assert (
         made.document["event_counts"]["substitution"] == 8

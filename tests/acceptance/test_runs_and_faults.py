@@ -54,7 +54,7 @@ def beside(out: Path) -> set[str]:
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
-def test_a_run_that_is_stopped_goes_on(
+def test_a_stopped_run_resumes_to_the_same_bytes(
     numbers: list[int], codes: set[int], model: Model, make: Make, start: Start, tmp_path: Path
 ) -> None:
     out, words = tmp_path / "out", ("quantize", model("llama"), GPTQ)
@@ -82,7 +82,7 @@ def stopped(model: Model, start: Start, tmp_path: Path) -> Path:
     return out
 
 
-def test_a_run_does_not_go_on_with_another_recipe(stopped: Path, model: Model) -> None:
+def test_resuming_with_another_recipe_is_refused(stopped: Path, model: Model) -> None:
     other = f"--method gptq --bits 3 {ROWS}"
     said = refusal(5, "quantize", model("llama"), other, "-o", stopped)
     assert "bits" in said or "recipe" in said
@@ -92,7 +92,7 @@ def test_a_run_does_not_go_on_with_another_recipe(stopped: Path, model: Model) -
     assert made["bits_per_weight"] < 3.5
 
 
-def test_finished_work_that_was_changed_is_found(stopped: Path, model: Model) -> None:
+def test_resume_detects_changed_finished_work(stopped: Path, model: Model) -> None:
     (work,) = (path for path in stopped.parent.iterdir() if path != stopped)
     weights = max(
         (path for path in work.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
@@ -103,7 +103,9 @@ def test_finished_work_that_was_changed_is_found(stopped: Path, model: Model) ->
     assert command("quantize", model("llama"), GPTQ, "-o", stopped).code == 5
 
 
-def test_an_output_has_one_writer(model: Model, make: Make, start: Start, tmp_path: Path) -> None:
+def test_a_second_writer_of_an_output_is_refused(
+    model: Model, make: Make, start: Start, tmp_path: Path
+) -> None:
     out, words = tmp_path / "out", ("quantize", model("llama"), GPTQ)
     run = start(words, "-o", out, "--json-progress")
     run.until(lambda: len(finished(run)) >= 1)
@@ -115,7 +117,9 @@ def test_an_output_has_one_writer(model: Model, make: Make, start: Start, tmp_pa
     assert digests(out) == digests(make("quantize", "llama", GPTQ).path)
 
 
-def test_processes_share_a_run(model: Model, make: Make, start: Start, tmp_path: Path) -> None:
+def test_processes_that_join_a_run_write_the_same_bytes(
+    model: Model, make: Make, start: Start, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     runs = [start("quantize", model("llama"), RTN, "-o", out, "--join") for _ in range(2)]
     assert [run.ended().code for run in runs] == [0, 0], [run.err for run in runs]
@@ -124,7 +128,7 @@ def test_processes_share_a_run(model: Model, make: Make, start: Start, tmp_path:
 
 
 @pytest.mark.parametrize("words", [("--threads 2 --activations disk", "-v"), further(("-q",))])
-def test_how_it_runs_changes_no_byte(
+def test_threads_disk_and_verbosity_do_not_change_the_output(
     words: tuple[str, ...], model: Model, make: Make, start: Start, tmp_path: Path
 ) -> None:
     out = tmp_path / "another place"
@@ -133,7 +137,7 @@ def test_how_it_runs_changes_no_byte(
     assert digests(out) == digests(make("quantize", "llama", GPTQ).path)
 
 
-def test_nothing_of_the_machine_is_in_a_result(model: Model, make: Make) -> None:
+def test_a_result_contains_no_local_path(model: Model, make: Make) -> None:
     made = make("quantize", "llama", GPTQ).path
     for word in (str(model("llama").parent), str(made.parent)):
         for path in made.iterdir():
@@ -143,7 +147,9 @@ def test_nothing_of_the_machine_is_in_a_result(model: Model, make: Make) -> None
 BITS8 = "--method rtn --bits 8 --calibration none"
 
 
-def test_what_exists_is_kept(model: Model, copied: Copy, make: Make, tmp_path: Path) -> None:
+def test_an_existing_output_needs_overwrite_and_foreign_files_stay(
+    model: Model, copied: Copy, make: Make, tmp_path: Path
+) -> None:
     result = copied(make("quantize", "llama", RTN).path)
     before = digests(result)
     said = refusal(4, "quantize", model("llama"), BITS8, "-o", result)
@@ -163,7 +169,7 @@ def test_what_exists_is_kept(model: Model, copied: Copy, make: Make, tmp_path: P
     assert {path.name for path in foreign.iterdir()} == {"mine.txt"}
 
 
-def test_a_full_disk_leaves_the_old_result(
+def test_a_failed_overwrite_keeps_the_old_result(
     model: Model, copied: Copy, make: Make, start: Start
 ) -> None:
     result = copied(make("quantize", "llama", RTN).path)
@@ -190,7 +196,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(model: Model, tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
-def test_progress_is_told_to_programs(model: Model, start: Start, tmp_path: Path) -> None:
+def test_json_progress_goes_to_stderr(model: Model, start: Start, tmp_path: Path) -> None:
     run = start("quantize", model("llama"), GPTQ, "-o", tmp_path / "out", "--json-progress --json")
     assert run.ended().code == 0
     lines = [json.loads(line) for line in run.err.splitlines()]
@@ -202,7 +208,7 @@ def test_progress_is_told_to_programs(model: Model, start: Start, tmp_path: Path
     assert quiet.err == ""
 
 
-def test_times_go_to_a_log_that_is_named(model: Model, tmp_path: Path) -> None:
+def test_the_log_option_writes_a_jsonl_file(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     document("quantize", model("llama"), RTN, "-o", tmp_path / "out", "--log", log)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -235,7 +241,7 @@ finally:
 
 # `tests/faults/test_audit.py` watches a forked run, `tests/property/test_determinism.py` changes the surroundings.
 @pytest.mark.thorough
-def test_a_process_of_its_own_touches_nothing_else_and_writes_the_same_bytes(
+def test_a_separate_process_writes_only_its_output_reproducibly(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
     """Watched by the interpreter's own audit: no connection, no process, no pickle, no file but the output's.
@@ -272,7 +278,7 @@ def test_a_process_of_its_own_touches_nothing_else_and_writes_the_same_bytes(
     assert digests(place / "out") == expected
 
 
-def test_names_of_results(model: Model, copied: Copy, tmp_path: Path) -> None:
+def test_default_output_names(model: Model, copied: Copy, tmp_path: Path) -> None:
     """Without `-o` a result lies in the working directory, under a name that says what it is."""
     shutil.copytree(model("llama"), tmp_path / "wren")
     names = {
@@ -296,7 +302,7 @@ def test_names_of_results(model: Model, copied: Copy, tmp_path: Path) -> None:
 # ---- recipes, provenance, signatures
 
 
-def test_a_recipe_file_says_the_same_as_options(model: Model, make: Make, tmp_path: Path) -> None:
+def test_a_recipe_file_is_equivalent_to_options(model: Model, make: Make, tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text('method = "gptq"\nbits = 4\n[calibration]\nsamples = 8\nlength = 64\n')
     document("quantize", model("llama"), "--recipe", recipe, "-o", tmp_path / "out")
@@ -315,9 +321,7 @@ def test_a_recipe_file_says_the_same_as_options(model: Model, make: Make, tmp_pa
     [('metod = "gptq"', "method"), ("bits = 40", "bits"), ('bits = "four"', "bits"), ("bits = ", ""),
      ("[gptq]\ndampng = 1", "damping"), ('scheme = "int4"\nbits = 4', "scheme")],
 )  # fmt: skip
-def test_a_recipe_that_says_nothing_sensible_is_refused(
-    text: str, word: str, model: Model, tmp_path: Path
-) -> None:
+def test_an_invalid_recipe_is_refused(text: str, word: str, model: Model, tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text(text)
     said = refusal(3, "plan", model("llama"), "--recipe", recipe)
@@ -328,14 +332,16 @@ def test_a_recipe_that_says_nothing_sensible_is_refused(
     "name",
     ["vllm-4bit", *map(further, ("llama.cpp-4bit", "mlx-4bit", "transformers-4bit", "fast-8bit"))],
 )
-def test_a_built_in_recipe_plans(name: str, model: Model) -> None:
+def test_a_built_in_recipe_can_be_planned(name: str, model: Model) -> None:
     planned = document("plan", model("demo"), "--recipe", name)
     assert planned["output_bytes"] > 0
     refused = refusal(3, "plan", model("demo"), "--recipe", f"{name}x")
     assert name in refused
 
 
-def test_a_result_is_made_again(model: Model, make: Make, copied: Copy, tmp_path: Path) -> None:
+def test_reproduce_rebuilds_a_result_and_detects_edits(
+    model: Model, make: Make, copied: Copy, tmp_path: Path
+) -> None:
     result = copied(make("quantize", "llama", GPTQ).path)
     kept = tmp_path / "second"
     found = document("reproduce", result, "--source", model("llama"), "-o", kept)
@@ -350,12 +356,12 @@ def test_a_result_is_made_again(model: Model, make: Make, copied: Copy, tmp_path
     refusal(5, "reproduce", make("quantize", "llama", GPTQ).path, "--source", model("wide"))
 
 
-def test_a_gguf_result_is_made_again(model: Model, make: Make) -> None:
+def test_reproduce_rebuilds_a_gguf_result(model: Model, make: Make) -> None:
     made = make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path
     assert document("reproduce", made, "--source", model("llama"))["equal"] is True
 
 
-def test_two_results_are_compared(make: Make, model: Model) -> None:
+def test_diff_compares_two_results(make: Make, model: Model) -> None:
     first, second = make("quantize", "llama", RTN).path, make("quantize", "llama", GPTQ).path
     assert document("diff", first, first)["equal"] is True
     found = document("diff", first, second, code=5)
@@ -365,7 +371,9 @@ def test_two_results_are_compared(make: Make, model: Model) -> None:
     assert (shown.code, "rtn" in shown.out, "gptq" in shown.out) == (5, True, True)
 
 
-def test_statements_of_provenance(model: Model, tmp_path: Path) -> None:
+def test_provenance_writes_a_statement_and_a_bill_of_materials(
+    model: Model, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     document("quantize", model("llama"), RTN, "--provenance -o", out)
     statement = json.loads((out / "provenance.intoto.json").read_text())
@@ -375,7 +383,7 @@ def test_statements_of_provenance(model: Model, tmp_path: Path) -> None:
     assert bill["bomFormat"] == "CycloneDX"
 
 
-def test_a_signature_by_a_key_of_ones_own(model: Model, tmp_path: Path) -> None:
+def test_verify_checks_a_signature_with_the_users_key(model: Model, tmp_path: Path) -> None:
     pytest.importorskip("model_signing")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -398,7 +406,7 @@ def test_a_signature_by_a_key_of_ones_own(model: Model, tmp_path: Path) -> None:
     )
 
 
-def test_the_card_is_for_the_hub(model: Model, make: Make, tmp_path: Path) -> None:
+def test_the_model_card_has_hub_metadata(model: Model, make: Make, tmp_path: Path) -> None:
     import yaml
 
     out = tmp_path / "out"

@@ -61,7 +61,7 @@ def released(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         return spec, place / "made", document("release", spec, "-o", place / "made")
 
 
-def test_a_release_is_laid_out_to_be_published(released: tuple[Path, Path, Any]) -> None:
+def test_a_release_has_all_files_for_publication(released: tuple[Path, Path, Any]) -> None:
     _, out, found = released
     assert found["made"] == ["int4", "q8"]
     assert {path.name for path in out.iterdir() if path.is_file()} == LISTED
@@ -79,7 +79,7 @@ def test_a_release_is_laid_out_to_be_published(released: tuple[Path, Path, Any])
     assert len(report["models"]) == 3
 
 
-def test_each_variant_is_what_quantize_makes(
+def test_each_variant_matches_its_quantize_command(
     released: tuple[Path, Path, Any], model: Model, make: Make
 ) -> None:
     _, out, _ = released
@@ -93,7 +93,7 @@ def test_each_variant_is_what_quantize_makes(
         assert document("verify", place, "--source", model("llama"))["ok"] is True
 
 
-def test_the_same_command_makes_only_what_is_new(
+def test_repeating_a_release_makes_only_new_variants(
     released: tuple[Path, Path, Any], model: Model, tmp_path: Path
 ) -> None:
     spec, out, _ = released
@@ -108,7 +108,7 @@ def test_the_same_command_makes_only_what_is_new(
 
 
 @pytest.mark.thorough  # `tests/faults/test_release.py` kills one at four places
-def test_a_release_that_is_killed_goes_on(
+def test_a_killed_release_resumes_to_the_same_bytes(
     released: tuple[Path, Path, Any], start: Start, tmp_path: Path
 ) -> None:
     spec, _, _ = released
@@ -123,7 +123,7 @@ def test_a_release_that_is_killed_goes_on(
 
 
 @pytest.mark.thorough  # as `tests/faults/test_jobs.py` does
-def test_processes_share_a_release(
+def test_processes_that_join_a_release_write_the_same_bytes(
     released: tuple[Path, Path, Any], start: Start, tmp_path: Path
 ) -> None:
     spec, _, _ = released
@@ -133,7 +133,7 @@ def test_processes_share_a_release(
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_a_gate_fails_a_finished_release(model: Model, tmp_path: Path) -> None:
+def test_a_failed_gate_ends_a_finished_release_with_code_6(model: Model, tmp_path: Path) -> None:
     spec = written(tmp_path, model("llama"), INT4, Q8, gate=0.001)
     ended = command(
         "release", spec, "-o", tmp_path / "out", "--summary", tmp_path / "summary.md", "--json"
@@ -147,7 +147,7 @@ def test_a_gate_fails_a_finished_release(model: Model, tmp_path: Path) -> None:
     assert "int4" in (tmp_path / "summary.md").read_text()
 
 
-def test_a_part_of_a_release(model: Model, tmp_path: Path) -> None:
+def test_only_and_budget_select_variants_of_a_release(model: Model, tmp_path: Path) -> None:
     spec = written(tmp_path, model("llama"), INT4, Q8)
     shown = document("release", spec, "-o", tmp_path / "out", "--dry-run")
     assert [row["name"] for row in shown["variants"]] == ["int4", "q8"]
@@ -169,7 +169,7 @@ def test_a_part_of_a_release(model: Model, tmp_path: Path) -> None:
         (('type = "Q8_0"', 'scheme = "nf4"\nformat = "awq"'), 4, "q8"),
     ],
 )
-def test_a_release_is_refused_as_a_whole(
+def test_a_release_with_an_invalid_entry_writes_nothing(
     change: tuple[str, str], code: int, word: str, model: Model, tmp_path: Path
 ) -> None:
     spec = written(tmp_path, model("llama"), INT4, Q8)
@@ -179,7 +179,7 @@ def test_a_release_is_refused_as_a_whole(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_of_others_is_no_release(model: Model, tmp_path: Path) -> None:
+def test_a_foreign_output_directory_is_refused_and_kept(model: Model, tmp_path: Path) -> None:
     spec = written(tmp_path, model("llama"), Q8)
     out = tmp_path / "out"
     out.mkdir()
@@ -188,7 +188,9 @@ def test_a_directory_of_others_is_no_release(model: Model, tmp_path: Path) -> No
     assert (out / "SHA256SUMS").read_text() == "mine"
 
 
-def test_a_sweep_goes_on_and_leaves_out_what_cannot_be(model: Model, tmp_path: Path) -> None:
+def test_a_sweep_can_be_extended_and_skips_invalid_combinations(
+    model: Model, tmp_path: Path
+) -> None:
     base = (
         "sweep",
         model("llama"),
@@ -211,7 +213,9 @@ def test_a_sweep_goes_on_and_leaves_out_what_cannot_be(model: Model, tmp_path: P
     refusal(2, base, "--over bitz=3 -o", tmp_path / "t")
 
 
-def test_a_size_is_shared_out_by_what_errors_cost(model: Model, make: Make, tmp_path: Path) -> None:
+def test_allocate_beats_a_uniform_scheme_at_its_target(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
     recipe = tmp_path / "mixed.toml"
     words = f"--candidates int3:g128,int4:g128,int5:g128 {ROWS}"
     found = document("allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)
@@ -230,7 +234,9 @@ def test_a_size_is_shared_out_by_what_errors_cost(model: Model, make: Make, tmp_
 
 
 @pytest.mark.thorough  # as `tests/unit/execution/test_allocation.py` shows
-def test_as_many_bytes_as_a_file_of_others(model: Model, make: Make, tmp_path: Path) -> None:
+def test_like_does_not_exceed_the_size_of_another_file(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
     like = make("export", "wide", "--type Q4_0").path
     made = document(
         "quantize",

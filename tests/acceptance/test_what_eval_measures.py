@@ -42,7 +42,7 @@ def evaluated(model: Model, rounded: Path, text: Path) -> Any:
     return document("eval", model("llama"), rounded, "--text", text, EVALUATION)
 
 
-def test_perplexity_and_divergence_are_those_of_transformers(
+def test_perplexity_and_divergence_match_transformers(
     model: Model, rounded: Path, text: Path, evaluated: Any, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -70,21 +70,23 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     assert rows[1]["top1_agreement"] == pytest.approx(float(agreement), abs=1e-6)
 
 
-def test_the_document_is_that_of_the_schema(evaluated: Any) -> None:
+def test_the_eval_document_conforms_to_its_schema(evaluated: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(evaluated, schema)
 
 
-def test_a_copy_diverges_by_nothing(model: Model, make: Make) -> None:
+def test_an_unquantized_copy_has_zero_divergence(model: Model, make: Make) -> None:
     copy = make("export", "llama", "--format plain").path
     (_, row) = document("eval", model("llama"), copy, EVALUATION)["models"]
     assert row["kl_mean"] == pytest.approx(0, abs=1e-9)
     assert (row["top1_agreement"], row["perplexity_increase"]) == (1.0, 0.0)
 
 
-def test_all_formats_are_scored_alike(model: Model, make: Make, rounded: Path) -> None:
+def test_the_same_codes_score_the_same_in_every_format(
+    model: Model, make: Make, rounded: Path
+) -> None:
     """The same codes in other files have the same divergence, through packed weights."""
     others = [make("export", rounded, "--format", form).path for form in ("gguf", "gptq", "mlx")]
     rows = document("eval", model("llama"), rounded, *others, EVALUATION)["models"][1:]
@@ -93,7 +95,9 @@ def test_all_formats_are_scored_alike(model: Model, make: Make, rounded: Path) -
     assert all(row["resident_bytes"] < 0.6 * rows[0]["weight_bytes"] * 16 / 4 for row in rows)
 
 
-def test_the_table_says_what_the_document_says(model: Model, rounded: Path, text: Path) -> None:
+def test_the_eval_table_shows_names_errors_and_protocol(
+    model: Model, rounded: Path, text: Path
+) -> None:
     shown = command("eval", model("llama"), rounded, "--text", text, EVALUATION)
     assert shown.code == 0
     assert rounded.name in shown.out
@@ -117,18 +121,20 @@ def test_speed_and_memory_are_measured(model: Model, rounded: Path) -> None:
         ("--max-ppl-increase 90%", 0), further("--max-kl 5", 0), further("--max-ppl-increase 900%", 0),
     ],
 )  # fmt: skip
-def test_gates(gate: tuple[str, str], code: int, model: Model, rounded: Path, text: Path) -> None:
+def test_gates_set_the_exit_code(
+    gate: tuple[str, str], code: int, model: Model, rounded: Path, text: Path
+) -> None:
     ended = command("eval", model("llama"), rounded, "--text", text, EVALUATION, gate, "--json")
     assert ended.code == code, ended.err
     if code == 6:  # the figures are there all the same
         assert len(ended.document["models"]) == 2
 
 
-def test_a_gate_for_nobody_is_refused(model: Model) -> None:
+def test_a_gate_without_a_candidate_model_is_refused(model: Model) -> None:
     refusal(2, "eval", model("llama"), EVALUATION, "--max-kl 0.1")
 
 
-def test_reports_of_every_kind(
+def test_reports_are_written_as_markdown_json_and_html(
     model: Model, rounded: Path, evaluated: Any, text: Path, tmp_path: Path
 ) -> None:
     files = [tmp_path / f"report.{kind}" for kind in ("md", "json", "html")]
@@ -147,7 +153,7 @@ def test_reports_of_every_kind(
     refusal(2, base, "--report", tmp_path / "report.pdf")
 
 
-def test_a_card_gets_the_figures_and_nothing_else_changes(
+def test_eval_card_changes_only_the_model_card(
     model: Model, rounded: Path, text: Path, copied: Any
 ) -> None:
     result = copied(rounded)
@@ -163,7 +169,7 @@ def test_a_card_gets_the_figures_and_nothing_else_changes(
     assert document("verify", result, "--source", model("llama"))["ok"] is True
 
 
-def test_answers_of_the_reference_are_scored_too(
+def test_generated_answers_of_the_reference_are_scored(
     model: Model, rounded: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -176,7 +182,7 @@ def test_answers_of_the_reference_are_scored_too(
     assert 0 <= made["diverged_answers"] <= 2
 
 
-def test_what_a_cache_costs(model: Model, rounded: Path) -> None:
+def test_eval_measures_the_divergence_of_quantized_caches(model: Model, rounded: Path) -> None:
     words = "--cache int8,int4,k=int8,v=int4 --windows 2 --length 64 --no-speed"
     (_, row) = document("eval", model("llama"), rounded, words)["models"]
     kinds = {found["kind"]: found for found in row["caches"]}
@@ -211,7 +217,9 @@ def test_tasks_of_the_harness_run_on_packed_weights(
     assert "--allow-code" in said
 
 
-def test_an_adapter_is_put_on_packed_weights(model: Model, rounded: Path, adapter: Path) -> None:
+def test_a_correction_adapter_is_applied_to_packed_weights(
+    model: Model, rounded: Path, adapter: Path
+) -> None:
     plain, corrected = (
         document("eval", model("llama"), rounded, EVALUATION, words)["models"][1]
         for words in ((), ("--correction", adapter))

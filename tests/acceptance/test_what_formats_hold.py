@@ -67,7 +67,7 @@ def linears(model: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("form", "scheme", "error"), STORED)
-def test_a_file_holds_the_rounded_weights(
+def test_stored_codes_decode_to_the_rounded_weights(
     form: str, scheme: str, error: float, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """Codes, scales and zero points mean what the format says; `export --format plain` gives the same numbers."""
@@ -126,7 +126,7 @@ def test_a_conversion_keeps_every_value(
         (("compressed-tensors", "W8A8"), "gguf"),
     ],
 )
-def test_what_a_format_does_not_hold_is_refused(
+def test_a_scheme_that_a_format_cannot_hold_is_refused(
     stored: tuple[str, str], form: str, make: Make, tmp_path: Path
 ) -> None:
     made = make("quantize", "llama", stored_as(*stored)).path
@@ -136,7 +136,7 @@ def test_what_a_format_does_not_hold_is_refused(
     assert not out.exists()
 
 
-def test_rounding_of_scales_is_asked_for(make: Make, tmp_path: Path) -> None:
+def test_inexact_scales_need_allow_inexact(make: Make, tmp_path: Path) -> None:
     """Scales in float32 are no float16 numbers: refused, or rounded as an event."""
     made = make("quantize", "llama", stored_as("compressed-tensors", "int4:g128:sym:f32")).path
     out = tmp_path / "gptq"
@@ -149,7 +149,7 @@ def test_rounding_of_scales_is_asked_for(make: Make, tmp_path: Path) -> None:
         assert 0 < relative_error(weight, before[name]) < 0.001, name
 
 
-def test_the_table_of_conversions_is_what_export_does() -> None:
+def test_the_conversion_table_matches_export() -> None:
     """Of what `test_a_conversion_keeps_every_value` and the refusals above try."""
     rows = document("formats")["conversions"]
     table = {(row["from"], row["scheme"], row["to"]): row["verdict"] for row in rows}
@@ -162,9 +162,7 @@ def test_the_table_of_conversions_is_what_export_does() -> None:
     assert all(row["reason"] for row in rows if row["verdict"] == "no")
 
 
-def test_a_tied_embedding_is_rounded_as_the_tool_of_the_format_does(
-    make: Make, model: Model
-) -> None:
+def test_a_tied_embedding_becomes_q8_0_in_gguf(make: Make, model: Model) -> None:
     made = make("quantize", "tied", PLAIN, "--bits 4").path
     moved = make("export", made, "--format gguf")
     assert moved.document["verdict"] == "exact but for the embedding"
@@ -176,7 +174,7 @@ def test_a_tied_embedding_is_rounded_as_the_tool_of_the_format_does(
     refusal(4, "export", made, "--format gguf --strict -o", moved.path.with_name("y.gguf"))
 
 
-def test_a_plain_export_may_be_of_another_type(make: Make, tmp_path: Path) -> None:
+def test_a_plain_export_can_change_the_dtype(make: Make, tmp_path: Path) -> None:
     made = make(
         "quantize", "llama", PLAIN, "--format compressed-tensors --scheme int4:g128:sym"
     ).path
@@ -190,7 +188,7 @@ def test_a_plain_export_may_be_of_another_type(make: Make, tmp_path: Path) -> No
     assert {event["kind"] for event in rounded["events"]} <= {"inexact"}
 
 
-def test_a_quantized_model_is_quantized_again_on_demand(
+def test_requantizing_needs_an_option_or_the_source(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
     made = make("quantize", "llama", PLAIN, "--bits 4").path
@@ -206,7 +204,7 @@ def test_a_quantized_model_is_quantized_again_on_demand(
         assert relative_error(weight, source[name]) < 0.02, name
 
 
-def test_an_engine_chooses_the_format(model: Model, make: Make, tmp_path: Path) -> None:
+def test_the_engine_option_chooses_the_format(model: Model, make: Make, tmp_path: Path) -> None:
     chosen = {
         engine: document("plan", model("llama"), "--for", engine, "--bits 4 --method rtn")["format"]
         for engine in ("vllm", "llama.cpp", "mlx", "transformers", "lmdeploy", "ollama")
@@ -232,7 +230,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize("name", usual(TYPES, "BF16", "Q8_0", "Q4_K_M", "Q3_K_M", "IQ4_XS"))
-def test_a_mixture_of_ggml_types(name: str, model: Model, make: Make) -> None:
+def test_every_gguf_type_decodes_within_its_error(name: str, model: Model, make: Make) -> None:
     made = make("export", "wide", "--type", name).path
     source, found = linears(model("wide")), decode(made)
     assert {*found} == {*source}
@@ -245,14 +243,14 @@ def test_a_mixture_of_ggml_types(name: str, model: Model, make: Make) -> None:
     assert document("verify", made, "--source", model("wide"))["ok"] is True
 
 
-def test_a_mixture_gives_more_bits_where_llama_cpp_does(make: Make) -> None:
+def test_q4_k_m_uses_the_types_of_llama_cpp(make: Make) -> None:
     types = gguf_types(make("export", "demo", "--type Q4_K_M").path)
     assert types["token_embd.weight"] == "Q6_K"  # tied: it is the output
     assert {types[f"blk.{block}.ffn_down.weight"] for block in range(4)} == {"Q4_K", "Q6_K"}
     assert {types[f"blk.{block}.attn_q.weight"] for block in range(4)} == {"Q4_K"}
 
 
-def test_types_of_lattices_need_an_importance(model: Model, make: Make, tmp_path: Path) -> None:
+def test_iq2_types_need_an_importance_matrix(model: Model, make: Make, tmp_path: Path) -> None:
     words = "--method rtn --type IQ2_XXS"
     out = tmp_path / "x.gguf"
     said = refusal(4, "quantize", model("wide"), words, "--calibration none -o", out)
@@ -265,9 +263,7 @@ def test_types_of_lattices_need_an_importance(model: Model, make: Make, tmp_path
 
 
 @pytest.mark.parametrize("name", ["Q4_0", further("Q5_1"), further("Q8_0")])
-def test_reference_scales_are_the_bytes_of_the_reference(
-    name: str, model: Model, make: Make
-) -> None:
+def test_reference_scales_match_the_bytes_of_gguf_py(name: str, model: Model, make: Make) -> None:
     """`--scales reference` writes what llama.cpp's own package makes of the same numbers."""
     import gguf
     from gguf.quants import quantize
@@ -279,7 +275,7 @@ def test_reference_scales_are_the_bytes_of_the_reference(
     assert stored.data.tobytes() == expected.tobytes()
 
 
-def test_a_gguf_file_says_what_the_model_is(model: Model, make: Make) -> None:
+def test_a_gguf_file_has_model_and_tokenizer_keys(model: Model, make: Make) -> None:
     made = make("export", "demo", "--type Q4_K_M").path
     stated = config(model("demo"))
     expected = {
@@ -297,7 +293,7 @@ def test_a_gguf_file_says_what_the_model_is(model: Model, make: Make) -> None:
     assert [tokens[number] for number in vocabulary.values()] == [*vocabulary]
 
 
-def test_a_gguf_file_is_a_model_again(model: Model, make: Make) -> None:
+def test_a_gguf_file_converts_back_to_the_same_model(model: Model, make: Make) -> None:
     """Weights come back as they were, and the tokenizer is rebuilt from the keys of the file."""
     from transformers import AutoTokenizer
 
@@ -314,7 +310,7 @@ def test_a_gguf_file_is_a_model_again(model: Model, make: Make) -> None:
     refusal(3, "quantize", make("export", "llama", "--type Q8_0").path, PLAIN, "--bits 4")
 
 
-def test_importance_comes_from_a_file(model: Model, make: Make, tmp_path: Path) -> None:
+def test_an_imatrix_file_is_written_then_reused(model: Model, make: Make, tmp_path: Path) -> None:
     """Made where it is missing, then read; another importance gives other bytes."""
     file = tmp_path / "importance.gguf"
     words = ("--method rtn --type Q4_K_M --imatrix", file)
@@ -331,7 +327,7 @@ def test_importance_comes_from_a_file(model: Model, make: Make, tmp_path: Path) 
     assert not torch.equal(found[0], found[2])
 
 
-def test_large_files_are_cut_into_parts(make: Make, model: Model) -> None:
+def test_large_gguf_files_are_split_into_parts(make: Make, model: Model) -> None:
     made = make("export", "llama", "--type Q8_0 --max-shard-bytes 200000")
     parts = sorted(made.path.parent.glob("*-of-*.gguf"))
     assert len(parts) > 1
@@ -341,13 +337,15 @@ def test_large_files_are_cut_into_parts(make: Make, model: Model) -> None:
     assert document("verify", parts[0], "--source", model("llama"))["ok"] is True
 
 
-def test_a_file_for_ollama(make: Make) -> None:
+def test_modelfile_option_writes_an_ollama_modelfile(make: Make) -> None:
     made = make("export", "llama", "--type Q8_0 --modelfile").path
     lines = made.with_suffix(".Modelfile").read_text()
     assert f"FROM ./{made.name}" in lines
 
 
-def test_a_tower_goes_into_a_file_of_its_own(make: Make, model: Model, tmp_path: Path) -> None:
+def test_mmproj_writes_the_vision_tower_to_a_separate_file(
+    make: Make, model: Model, tmp_path: Path
+) -> None:
     made = make("export", "tower", "--type Q8_0 --mmproj").path
     (tower,) = made.parent.glob("mmproj-*-F16.gguf")
     assert gguf_key(tower, "general.architecture") == "clip"

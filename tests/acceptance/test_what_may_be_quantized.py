@@ -42,7 +42,7 @@ FAMILIES = ("llama", "tied", "gpt2", "mixture", "hybrid", "tower")
         *((family, GPTQ) for family in FAMILIES if family != "llama"),
     ),
 )
-def test_a_family_is_quantized_whole(
+def test_all_linears_of_a_family_are_quantized(
     family: str, words: str, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """All linears of the blocks have codes, the result is sound, and transformers loads its decoded weights."""
@@ -73,7 +73,7 @@ def test_decoded_weights_load_in_transformers(
     assert 0 < relative_error(logits[1], logits[0]) < 0.8
 
 
-def test_transformers_loads_a_result_itself(model: Model, make: Make, tmp_path: Path) -> None:
+def test_transformers_loads_a_packed_result(model: Model, make: Make, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +87,9 @@ def test_transformers_loads_a_result_itself(model: Model, make: Make, tmp_path: 
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
 
 
-def test_routers_and_norms_stay_and_a_tower_is_carried(model: Model, make: Make) -> None:
+def test_routers_vision_towers_and_state_parameters_stay_unquantized(
+    model: Model, make: Make
+) -> None:
     for family, part in (
         ("mixture", "mlp.gate.weight"),
         ("tower", "vision_tower"),
@@ -99,7 +101,7 @@ def test_routers_and_norms_stay_and_a_tower_is_carried(model: Model, make: Make)
         assert all(torch.equal(found[name], source[name]) for name in kept), family
 
 
-def test_experts_are_calibrated_by_their_tokens(make: Make) -> None:
+def test_expert_token_options_change_calibration(make: Make) -> None:
     made = make("quantize", "mixture", GPTQ)
     assert made.document["event_counts"]["expert-few-tokens"] >= 1
     enough = make("quantize", "mixture", GPTQ, "--min-expert-tokens 1")
@@ -108,7 +110,7 @@ def test_experts_are_calibrated_by_their_tokens(make: Make) -> None:
     assert digest(every.path / "model.safetensors") != digest(made.path / "model.safetensors")
 
 
-def test_experts_that_do_least_are_removed(make: Make, model: Model) -> None:
+def test_prune_experts_removes_a_share_of_experts(make: Make, model: Model) -> None:
     made = make("quantize", "mixture", "--method rtn --bits 4 --prune-experts 25%", ROWS).path
     stated = config(made)
     assert 3 in (stated.get("num_experts"), stated.get("num_local_experts"))
@@ -118,7 +120,7 @@ def test_experts_that_do_least_are_removed(make: Make, model: Model) -> None:
     assert document("verify", made, "--source", model("mixture"))["ok"] is True
 
 
-def test_a_family_that_is_not_declared_is_derived_or_rounded_plainly(tmp_path: Path) -> None:
+def test_an_undeclared_family_defaults_to_rtn_and_allows_gptq(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, GPTJConfig
 
     small = GPTJConfig(vocab_size=320, n_embd=128, n_layer=1, n_head=4, rotary_dim=8, n_positions=128,
@@ -135,7 +137,7 @@ def test_a_family_that_is_not_declared_is_derived_or_rounded_plainly(tmp_path: P
     assert any({"attn.q_proj", "attn.k_proj", "attn.v_proj"} <= group for group in reading)
 
 
-def test_a_source_in_fp8_is_decoded_as_it_is_read(
+def test_an_fp8_source_is_decoded_before_quantization(
     model: Model, copied: Copy, tmp_path: Path
 ) -> None:
     source = copied(model("llama"))
@@ -172,7 +174,9 @@ def test_a_source_in_fp8_is_decoded_as_it_is_read(
     assert "up_proj" in said
 
 
-def test_an_adapter_is_merged_first(model: Model, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_before_quantization(
+    model: Model, adapter: Path, tmp_path: Path
+) -> None:
     merged = tmp_path / "merged"
     document(
         "quantize",
@@ -200,7 +204,7 @@ def test_an_adapter_is_merged_first(model: Model, adapter: Path, tmp_path: Path)
     assert "lora" in manifest(result)["recipe"]
 
 
-def test_calibration_texts_of_every_kind(model: Model, tmp_path: Path) -> None:
+def test_calibration_reads_text_jsonl_parquet_and_mixtures(model: Model, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow as arrow
     from pyarrow import parquet
@@ -225,7 +229,7 @@ def test_calibration_texts_of_every_kind(model: Model, tmp_path: Path) -> None:
     assert made["b"]["calibration"]["digest"] == made["c"]["calibration"]["digest"]  # the same rows
 
 
-def test_conversations_are_rendered_through_the_template(model: Model, tmp_path: Path) -> None:
+def test_conversations_are_rendered_with_the_chat_template(model: Model, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": f"say {number} " * 40}]} for number in range(20)
     ]
@@ -250,7 +254,7 @@ def test_conversations_are_rendered_through_the_template(model: Model, tmp_path:
     assert found[0] == found[1]
 
 
-def test_texts_that_are_no_use_are_refused(model: Model, tmp_path: Path) -> None:
+def test_unusable_calibration_texts_are_refused(model: Model, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.jsonl").write_text('{"text": ')
@@ -278,7 +282,7 @@ def damaged(source: Path, name: str, value: float) -> None:
     save_file(stored, source / "model.safetensors", {"format": "pt"})
 
 
-def test_a_weight_that_is_no_number_is_named(model: Model, copied: Copy, tmp_path: Path) -> None:
+def test_a_nan_weight_is_refused_by_name(model: Model, copied: Copy, tmp_path: Path) -> None:
     source, name = copied(model("llama")), "model.layers.1.mlp.up_proj.weight"
     damaged(source, name, float("nan"))
     assert name in refusal(3, "quantize", source, RTN, "-o", tmp_path / "out")
@@ -286,7 +290,7 @@ def test_a_weight_that_is_no_number_is_named(model: Model, copied: Copy, tmp_pat
     assert not [*tmp_path.glob(".out*")]
 
 
-def test_tensors_that_are_missing_or_left_over_are_named(
+def test_missing_extra_and_misshapen_tensors_are_refused_by_name(
     model: Model, copied: Copy, tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
@@ -303,7 +307,9 @@ def test_tensors_that_are_missing_or_left_over_are_named(
         assert ("extra" if change == "left over" else "up_proj") in said, change
 
 
-def test_files_that_are_no_model_are_refused(model: Model, copied: Copy, tmp_path: Path) -> None:
+def test_damaged_pickled_and_linked_models_are_refused(
+    model: Model, copied: Copy, tmp_path: Path
+) -> None:
     cut = copied(model("llama"))
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -321,9 +327,7 @@ def test_files_that_are_no_model_are_refused(model: Model, copied: Copy, tmp_pat
     refusal(3, "plan", huge, RTN)
 
 
-def test_code_of_a_model_is_never_run_nor_carried(
-    model: Model, copied: Copy, tmp_path: Path
-) -> None:
+def test_model_code_is_neither_run_nor_copied(model: Model, copied: Copy, tmp_path: Path) -> None:
     source = copied(model("llama"))
     (source / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
@@ -336,7 +340,7 @@ def test_code_of_a_model_is_never_run_nor_carried(
     assert "auto_map" in left
 
 
-def test_licence_tokenizer_and_templates_are_carried_unchanged(
+def test_license_tokenizer_and_templates_are_copied_unchanged(
     model: Model, copied: Copy, make: Make, tmp_path: Path
 ) -> None:
     source, made = digests(model("demo")), digests(make("quantize", "demo", DEMO_GPTQ).path)

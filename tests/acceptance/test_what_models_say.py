@@ -49,7 +49,7 @@ def plain(result: Path) -> Any:
     return answer(result, "--max-tokens 24")
 
 
-def test_log_probabilities_are_those_of_transformers(model: Model) -> None:
+def test_log_probabilities_match_transformers(model: Model) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     made = answer(model("demo"), "--max-tokens 4 --logprobs 3")
@@ -82,7 +82,7 @@ def test_speculation_changes_no_token(words: str, model: Model, result: Path, pl
     assert plain["speculation"] is None
 
 
-def test_sampling_follows_its_seed(result: Path) -> None:
+def test_sampling_is_deterministic_for_a_seed(result: Path) -> None:
     words = "--temperature 1.5 --max-tokens 16"
     first, again, other = (answer(result, words, "--seed", seed)["tokens"] for seed in (3, 3, 4))
     assert first == again != other
@@ -95,7 +95,7 @@ def test_sampling_follows_its_seed(result: Path) -> None:
     assert answer(result, words, "--min-p 1")["tokens"] == greedy
 
 
-def test_tokens_are_banned_and_texts_end_an_answer(result: Path) -> None:
+def test_logit_bias_bans_tokens_and_stop_texts_end_answers(result: Path) -> None:
     plain = answer(result, "--max-tokens 16")
     banned = answer(result, "--max-tokens 16 --logit-bias", f"{plain['tokens'][0]}=-100")
     assert banned["tokens"][0] != plain["tokens"][0]
@@ -108,7 +108,7 @@ def test_tokens_are_banned_and_texts_end_an_answer(result: Path) -> None:
     assert included["text"] == stopped["text"] + text
 
 
-def test_penalties_change_what_is_repeated(result: Path, plain: Any) -> None:
+def test_repetition_penalties_change_the_answer(result: Path, plain: Any) -> None:
     for words in (
         "--repetition-penalty 2",
         "--frequency-penalty 2",
@@ -117,7 +117,7 @@ def test_penalties_change_what_is_repeated(result: Path, plain: Any) -> None:
         assert answer(result, "--max-tokens 24", words)["tokens"] != plain["tokens"], words
 
 
-def test_beams_find_a_likelier_text(result: Path) -> None:
+def test_beam_search_finds_a_likelier_text(result: Path) -> None:
     (greedy,) = answer(result, "--max-tokens 8 --logprobs 0")["choices"]
     words = "--max-tokens 8 --beams 4 --length-penalty 0 -n 2"
     best, second = answer(result, words)["choices"]
@@ -125,7 +125,7 @@ def test_beams_find_a_likelier_text(result: Path) -> None:
     assert best["score"] >= sum(told["logprob"] for told in greedy["logprobs"]) - 0.05
 
 
-def test_others_answer_too_and_a_prompt_may_be_piped(model: Model, result: Path) -> None:
+def test_compare_adds_a_model_and_stdin_gives_the_prompt(model: Model, result: Path) -> None:
     both = document("generate", result, PROMPT, "--raw --max-tokens 4 --compare", model("demo"))[
         "answers"
     ]
@@ -134,7 +134,7 @@ def test_others_answer_too_and_a_prompt_may_be_piped(model: Model, result: Path)
     assert piped.document["answers"][0]["tokens"] == both[0]["tokens"]
 
 
-def test_a_chat_model_sees_the_template(result: Path) -> None:
+def test_the_chat_template_is_applied_unless_raw(result: Path) -> None:
     chat = document("generate", result, "Explain json.", "--max-tokens 4")["answers"][0]
     raw = document("generate", result, "Explain json.", "--max-tokens 4 --raw")["answers"][0]
     assert (chat["chat_template"], raw["chat_template"]) == (True, False)
@@ -142,7 +142,7 @@ def test_a_chat_model_sees_the_template(result: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [further("int8"), "fp8", "k=int8,v=int4"])
-def test_a_cache_in_fewer_bits_says_nearly_the_same(kind: str, result: Path) -> None:
+def test_a_quantized_cache_keeps_log_probabilities_close(kind: str, result: Path) -> None:
     plain, smaller = (
         answer(result, "--max-tokens 4 --logprobs 0", words)["choices"][0]
         for words in ((), ("--cache", kind))
@@ -152,12 +152,12 @@ def test_a_cache_in_fewer_bits_says_nearly_the_same(kind: str, result: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["hybrid", further("mixture"), further("gpt2")])
-def test_every_kind_of_family_generates(family: str, model: Model) -> None:
+def test_every_family_generates_text(family: str, model: Model) -> None:
     found = document("generate", model(family), "the weights", "--raw --max-tokens 4")["answers"][0]
     assert len(found["tokens"]) == 4 or found["finish_reason"] == "end"
 
 
-def test_what_has_no_meaning_is_refused(result: Path) -> None:
+def test_invalid_generation_options_are_refused(result: Path) -> None:
     for words in ("--temperature -1", "--top-p 0", "--logit-bias x=1", "--cache int5",
                   "--beams 2 --temperature 1", "--draft ./absent"):  # fmt: skip
         ended = command("generate", result, PROMPT, words)
@@ -180,7 +180,7 @@ def server(result: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         running.kill()
 
 
-def test_a_server_tells_what_it_serves(server: Any) -> None:
+def test_the_server_lists_its_model_health_and_metrics(server: Any) -> None:
     assert (server["model"], server["chat"], server["context"]) == ("mine", True, 1024)
     status, listed = ask(f"{server['url']}/v1/models")
     assert (status, [one["id"] for one in listed["data"]]) == (200, ["mine"])
@@ -191,7 +191,7 @@ def test_a_server_tells_what_it_serves(server: Any) -> None:
     assert "# TYPE" in figures
 
 
-def test_a_completion_is_what_generate_says(server: Any, result: Path) -> None:
+def test_a_server_completion_matches_generate(server: Any, result: Path) -> None:
     alone = answer(result, "--max-tokens 12")
     asked = {"model": "mine", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
     status, found = ask(f"{server['url']}/v1/completions", asked)
@@ -203,7 +203,7 @@ def test_a_completion_is_what_generate_says(server: Any, result: Path) -> None:
     assert [one["text"] for one in both["choices"]] == [alone["text"]] * 4
 
 
-def test_a_chat_and_a_stream(server: Any) -> None:
+def test_a_streamed_chat_matches_the_whole_answer(server: Any) -> None:
     said = [{"role": "user", "content": "Explain json."}]
     asked = {"model": "mine", "messages": said, "max_tokens": 8, "temperature": 0}
     status, whole = ask(f"{server['url']}/v1/chat/completions", asked)
@@ -239,7 +239,7 @@ REFUSED: list[tuple[int, str, object, str]] = [
 ]
 
 
-def test_a_request_is_refused_with_a_document(server: Any) -> None:
+def test_an_invalid_request_gets_a_json_error(server: Any) -> None:
     for status, path, body, param in REFUSED:
         found, told = ask(f"{server['url']}{path}", body)
         assert found == status, (path, param)
@@ -247,7 +247,7 @@ def test_a_request_is_refused_with_a_document(server: Any) -> None:
         assert (told["error"]["param"] or "") == param or not param
 
 
-def test_a_page_in_a_browser_cannot_ask(server: Any) -> None:
+def test_a_text_plain_request_is_refused(server: Any) -> None:
     headers = {"Content-Type": "text/plain"}
     assert ask(f"{server['url']}{COMPLETIONS}", PLAIN, **headers)[0] == 415
 
@@ -270,7 +270,7 @@ def test_bench_measures_a_server(server: Any, result: Path, tmp_path: Path) -> N
     assert figures["cost"] > 0
 
 
-def test_a_server_that_is_gone_is_told(result: Path) -> None:
+def test_bench_fails_without_a_server(result: Path) -> None:
     ended = command("bench", result, "--url http://127.0.0.1:9/v1 --requests 1")
     assert ended.code in {3, 5}
 
@@ -285,7 +285,7 @@ def stream(url: str, tokens: int) -> Any:
     return answer
 
 
-def test_an_answer_under_way_ends_before_the_server_does(result: Path, start: Start) -> None:
+def test_sigterm_lets_a_running_answer_finish(result: Path, start: Start) -> None:
     """What is printed says where it listens, and a command that asks it."""
     server = start("serve", result, "--port 0 --served-name mine")
     server.until(lambda: server.out.count("\n") >= 2)
@@ -301,7 +301,7 @@ def test_an_answer_under_way_ends_before_the_server_does(result: Path, start: St
     assert server.ended().code == 0
 
 
-def test_a_second_signal_does_not_wait(result: Path, start: Start) -> None:
+def test_a_second_signal_stops_the_server_at_once(result: Path, start: Start) -> None:
     server = start("serve", result, "--port 0 --served-name mine --json")
     server.until(lambda: server.out.endswith("}\n"))
     url = json.loads(server.out)["url"]
@@ -314,5 +314,5 @@ def test_a_second_signal_does_not_wait(result: Path, start: Start) -> None:
     assert server.ended().code == 0
 
 
-def test_what_the_own_decoder_does_not_compute_is_not_served(model: Model) -> None:
+def test_serve_refuses_an_unsupported_architecture(model: Model) -> None:
     assert command("serve", model("hybrid"), "--port 0").code == 4

@@ -45,7 +45,9 @@ def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
         further("mlx", "int4:g64:min"),
     ],
 )  # fmt: skip
-def test_sound_results_of_every_format(form: str, scheme: str, model: Model, make: Make) -> None:
+def test_sound_results_of_every_format_pass_strict(
+    form: str, scheme: str, model: Model, make: Make
+) -> None:
     words = ("--method rtn --calibration none --format", form, "--scheme", scheme)
     made = make("quantize", "llama", words).path
     for beside in ((), ("--source", model("llama"))):
@@ -64,7 +66,7 @@ def test_a_damaged_file_is_found_by_its_digest(result: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-def test_a_missing_and_an_added_file_are_found(name: str, result: Path) -> None:
+def test_a_missing_or_emptied_file_fails_verification(name: str, result: Path) -> None:
     (result / name).unlink()
     assert looked_at(result, "--no-forward").code in {3, 5}
     (result / name).write_text("{}")
@@ -93,7 +95,7 @@ DEFECTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 @pytest.mark.parametrize(
     "defect", usual(DEFECTS, "a scale that is no number", "codes of another tensor")
 )
-def test_a_planted_defect_is_an_error_where_it_lies(
+def test_a_planted_defect_is_an_error_with_its_location(
     defect: str, model: Model, result: Path
 ) -> None:
     change, where = DEFECTS[defect]
@@ -114,7 +116,7 @@ def test_a_sound_result_needs_no_manifest(model: Model, result: Path) -> None:
     ("key", "value"),
     [("rope_theta", 5.0), further("rms_norm_eps", 0.1), further("num_attention_heads", 2)],
 )
-def test_another_configuration_than_the_source_has(
+def test_a_configuration_that_differs_from_the_source_fails(
     key: str, value: object, model: Model, result: Path
 ) -> None:
     (result / MANIFEST).unlink()
@@ -127,7 +129,7 @@ def test_another_configuration_than_the_source_has(
     assert (found.code, found.document["ok"]) == (5, False)
 
 
-def test_another_tokenizer_than_the_source_has(model: Model, result: Path) -> None:
+def test_a_tokenizer_that_differs_from_the_source_fails(model: Model, result: Path) -> None:
     (result / MANIFEST).unlink()
     file = result / "tokenizer.json"
     stated = json.loads(file.read_text())
@@ -140,7 +142,7 @@ def test_another_tokenizer_than_the_source_has(model: Model, result: Path) -> No
     assert any("tokenizer" in one["where"] for one in found.document["findings"])
 
 
-def test_a_second_description_that_contradicts(result: Path) -> None:
+def test_a_contradicting_quantize_config_fails(result: Path) -> None:
     (result / MANIFEST).unlink()
     stated = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}
     (result / "quantize_config.json").write_text(json.dumps(stated))
@@ -149,9 +151,7 @@ def test_a_second_description_that_contradicts(result: Path) -> None:
     assert any("quantize_config.json" in str(one) for one in found.document["findings"])
 
 
-def test_code_beside_the_weights_is_an_error_without_a_source_a_warning_at_most(
-    model: Model, result: Path
-) -> None:
+def test_model_code_is_an_error_with_a_source_else_a_warning(model: Model, result: Path) -> None:
     (result / MANIFEST).unlink()
     (result / "modeling_llama.py").write_text("import os")
     assert looked_at(result, "--source", model("llama")).code == 5
@@ -161,7 +161,7 @@ def test_code_beside_the_weights_is_an_error_without_a_source_a_warning_at_most(
     assert {one["severity"] for one in alone.document["findings"]} == {"warning"}
 
 
-def test_another_source_is_told(model: Model, result: Path, copied: Copy) -> None:
+def test_a_different_source_fails_verification(model: Model, result: Path, copied: Copy) -> None:
     other = copied(model("llama"))
     stored = tensors(other)
     stored[NORM] = stored[NORM] * 2
@@ -169,7 +169,9 @@ def test_another_source_is_told(model: Model, result: Path, copied: Copy) -> Non
     assert looked_at(result, "--source", other).code == 5
 
 
-def test_a_gguf_key_that_the_source_does_not_have(model: Model, make: Make, copied: Copy) -> None:
+def test_a_gguf_key_that_differs_from_the_source_fails(
+    model: Model, make: Make, copied: Copy
+) -> None:
     made = copied(make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path)
     Path(f"{made}.quantforge.json").unlink()
     assert looked_at(made, "--source", model("llama")).code == 0
@@ -181,13 +183,15 @@ def test_a_gguf_key_that_the_source_does_not_have(model: Model, make: Make, copi
     assert any("context_length" in str(one) for one in found.document["findings"])
 
 
-def test_whether_an_engine_loads_it(model: Model, make: Make, result: Path) -> None:
+def test_an_engine_that_cannot_load_the_result_fails(
+    model: Model, make: Make, result: Path
+) -> None:
     assert looked_at(result, "--no-forward --for vllm").code == 0
     assert looked_at(result, "--no-forward --for llama.cpp").code == 5
     assert looked_at(result, "--no-forward --for nothing").code == 2
 
 
-def test_a_file_that_is_not_read_is_not_judged(result: Path) -> None:
+def test_an_unknown_quantization_method_is_not_verified(result: Path) -> None:
     (result / MANIFEST).unlink()
     stated = config(result)
     stated["quantization_config"] = {"quant_method": "unheard-of", "bits": 4}
@@ -195,7 +199,7 @@ def test_a_file_that_is_not_read_is_not_judged(result: Path) -> None:
     assert looked_at(result).code == 4
 
 
-def test_plain_words_end_with_a_verdict(model: Model, result: Path) -> None:
+def test_text_output_ends_with_a_verdict(model: Model, result: Path) -> None:
     sound = command("verify", result, "--source", model("llama"))
     assert sound.code == 0
     assert sound.out.splitlines()[-1].startswith("verified")
@@ -205,7 +209,7 @@ def test_plain_words_end_with_a_verdict(model: Model, result: Path) -> None:
     assert result.name in refused.err
 
 
-def test_what_is_only_unusual_fails_on_demand(model: Model, result: Path) -> None:
+def test_a_warning_fails_only_with_strict_option(model: Model, result: Path) -> None:
     """Gains of a norm that do not match the weights that read it: a warning, exit 5 with `--strict`."""
     rewrite(result, lambda stored: stored[NORM][::2].mul_(3))
     found = looked_at(result, "--source", model("llama"))

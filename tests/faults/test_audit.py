@@ -125,7 +125,7 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
         sys.exit(9)
 
 
-def test_no_socket_no_process_no_foreign_file(hostile, tmp_path):
+def test_a_run_opens_no_socket_process_or_foreign_file(hostile, tmp_path):
     out = tmp_path / "results"
     out.mkdir()
     before = tree(hostile)
@@ -145,7 +145,7 @@ def test_no_socket_no_process_no_foreign_file(hostile, tmp_path):
     assert "secret" not in {path.read_text(errors="ignore") for path in out.rglob("*.txt")}
 
 
-def test_the_hook_would_see_it(tmp_path):
+def test_the_audit_hook_reports_each_violation(tmp_path):
     """The test above can fail: a write, a socket and a process are each told."""
     audit = Audit(tmp_path / "m", tmp_path / "secret.txt", (tmp_path / "out",))
     found = [

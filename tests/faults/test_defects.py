@@ -45,7 +45,7 @@ def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_defects_that_count_are_found(bases, tmp_path):
+def test_planted_defects_that_change_results_are_found(bases, tmp_path):
     names = [f"bundled-{number}" for number in range(len(session.KINDS))]  # one of every kind
     tried = (session.tried(bases, SEED, name, tmp_path) for name in names)
     records = [record for record in tried if record]
@@ -58,7 +58,7 @@ def test_defects_that_count_are_found(bases, tmp_path):
     assert Counter(record.found_alone for record in counted)[True] >= 2
 
 
-def test_nothing_is_said_of_what_is_healthy_and_copies_leave_it_alone(bases, tmp_path):
+def test_healthy_artifacts_have_no_findings_and_copies_are_independent(bases, tmp_path):
     for healthy in bases:
         before = {path: path.read_bytes() for path in _files(healthy.path)}
         copy = Copy(healthy.path, tmp_path / healthy.name)
@@ -70,7 +70,7 @@ def test_nothing_is_said_of_what_is_healthy_and_copies_leave_it_alone(bases, tmp
         assert {path: path.read_bytes() for path in _files(healthy.path)} == before
 
 
-def test_every_kind_of_mistake_changes_an_artifact(bases, tmp_path):
+def test_a_source_mistake_changes_one_tensor_in_every_format(bases, tmp_path):
     """A source with a mistake in it changes the one tensor, in every format, and nothing beside it."""
     for number, healthy in enumerate(bases):
         copy = Copy(healthy.path, tmp_path / str(number), healthy.source, healthy.command)
@@ -97,7 +97,7 @@ def test_a_finding_names_the_tensor_and_not_the_model(where, detail, check, name
     assert damage.named(Finding(check, where, detail)) is named
 
 
-def test_files_are_named_where_no_tensor_is_damaged_or_there_are_several():
+def test_a_finding_names_the_file_without_a_single_damaged_tensor():
     finding = Finding("unreadable", "model-2.safetensors", "cut off")
     names = frozenset({"model-2.safetensors"})
     assert Damage(frozenset(), names).named(finding)
@@ -107,7 +107,7 @@ def test_files_are_named_where_no_tensor_is_damaged_or_there_are_several():
     assert Damage(frozenset(), frozenset({"config.json"})).named(says)
 
 
-def test_targets_are_told_by_name():
+def test_missed_detection_targets_are_reported_by_name():
     def record(number: int, said: str, kind: str = "codes") -> session.Record:
         return session.Record(
             f"bundled-{number}", kind, "gguf", "a", "t", "why", 0, 1, 0, said, said, [], []
@@ -132,7 +132,7 @@ def test_targets_are_told_by_name():
 @pytest.mark.parametrize(
     ("factor", "counts"), [(1.0001, False), (1.5, True)], ids=["harmless", "harmful"]
 )
-def test_the_judge_has_two_sides(factor, counts, bases, tmp_path):
+def test_the_judge_separates_harmless_from_harmful_changes(factor, counts, bases, tmp_path):
     from scripts.defects.files import parts_of
 
     copy = Copy(bases[0].path, tmp_path / "copy")

@@ -79,7 +79,7 @@ def interrupted(model, models, **options):
     return getattr(stopped.value, "__notes__", [])
 
 
-def test_after_a_kill_the_same_command_measures_the_others(
+def test_after_a_kill_eval_measures_only_the_remaining_models(
     model, models, tmp_path, cache, monkeypatch
 ):
     whole = evaluate(model, models, **MEASURED)
@@ -112,9 +112,7 @@ def test_after_a_kill_the_same_command_measures_the_others(
         further("shape"),
     ],
 )
-def test_nothing_is_taken_that_may_have_changed(
-    model, models, tmp_path, cache, monkeypatch, change
-):
+def test_changed_inputs_invalidate_saved_rows(model, models, tmp_path, cache, monkeypatch, change):
     source = copied(model, tmp_path / "m")
     if change == "model":
         models = [copied(models[0], tmp_path / "bits4"), models[1]]
@@ -150,9 +148,7 @@ def test_nothing_is_taken_that_may_have_changed(
     assert names == ["m", "bits4", "bits8"]
 
 
-def test_another_evaluation_that_ends_well_keeps_the_rows_of_an_interrupted_one(
-    model, models, cache, monkeypatch
-):
+def test_a_finished_evaluation_keeps_rows_of_an_interrupted_one(model, models, cache, monkeypatch):
     interrupted(model, models)
     (old,) = cache.iterdir()
     (cache / "old.json").write_text("{}")
@@ -165,7 +161,7 @@ def test_another_evaluation_that_ends_well_keeps_the_rows_of_an_interrupted_one(
     assert not [*cache.iterdir()]
 
 
-def test_every_file_of_a_numbered_one_counts(model, tmp_path):
+def test_the_cache_key_covers_every_gguf_part(model, tmp_path):
     quantize(model, tmp_path / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
     first, second, *_ = sorted(tmp_path.glob("x-*.gguf"))
     options, plain = EvaluationOptions("text", "name"), Settings()
@@ -183,9 +179,7 @@ def test_every_file_of_a_numbered_one_counts(model, tmp_path):
     assert key(settings=Settings(input_bits=8)) != key()
 
 
-def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
-    model, models, tmp_path, cache
-):
+def test_an_unwritable_cache_does_not_stop_an_evaluation(model, models, tmp_path, cache):
     cache.parent.parent.write_text("no directory")
     assert interrupted(model, models) == []
     evaluate(model, models, **MEASURED)
@@ -194,7 +188,7 @@ def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
 @pytest.mark.parametrize(
     "others", [{}, {"engine": "llama.cpp"}, {"adapter": Path("a")}, {"tasks": Tasks(("t",))}]
 )
-def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache, others):
+def test_rows_with_engines_adapters_or_tasks_are_not_saved(model, models, cache, others):
     settings = Settings(adapter=others.get("adapter"))
     chosen = {name: value for name, value in others.items() if name != "adapter"}
     options = EvaluationOptions("text", "name", **chosen)
@@ -207,7 +201,7 @@ def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache,
     assert bool([*cache.glob("*")]) == (not others)
 
 
-def test_the_command_says_what_is_kept(model, models, capsys):
+def test_an_interrupted_eval_reports_the_saved_models(model, models, capsys):
     asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed")
     kept = "2 of 3 models are kept: the same command measures the others"
     for error in (InputError("x"), StopError(), Stopped(signal.SIGINT)):
@@ -229,7 +223,7 @@ def full(*_, **__):
         ("api.evaluate", "write_evaluation_card", ("--card", "bits4")),
     ],
 )
-def test_where_the_last_thing_cannot_be_written_figures_are_shown_or_kept(
+def test_a_failed_report_write_shows_or_keeps_the_figures(
     model, models, cache, tmp_path, capsys, monkeypatch, module, last, options
 ):
     monkeypatch.chdir(tmp_path)

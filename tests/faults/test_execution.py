@@ -51,7 +51,7 @@ def errors(source: Path, out: Path) -> dict[str, float]:
         further("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
     ],
 )  # fmt: skip
-def test_every_tensor_is_kept_or_near(
+def test_every_tensor_is_exact_or_within_rounding_error(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(
@@ -66,7 +66,7 @@ def test_every_tensor_is_kept_or_near(
     assert {name for name, error in found.items() if error} == rounded
 
 
-def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
+def test_progress_reports_each_part_in_order(model: Path, out: Path) -> None:
     told: list[Progress] = []
     quantize(model, out, swift("gptq"), progress=told.append)
     told = [one for one in told if one.part]
@@ -87,7 +87,7 @@ def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
 
 
 @each_value(("method", ["rtn", "smooth"]), ("scheme", ["int8:row:sym", "W8A8_STATIC"]))
-def test_scales_of_a_cache_are_the_peaks_of_the_model(
+def test_kv_cache_scales_match_the_peaks_of_the_model(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, method: str, scheme: str
 ) -> None:
     rows: list[Tensor] = []
@@ -115,7 +115,7 @@ def test_scales_of_a_cache_are_the_peaks_of_the_model(
             assert float(scale) == pytest.approx(float(states.abs().max()) / 448, rel=0.03)
 
 
-def test_a_model_of_one_block_goes_on_too(model: Path, out: Path, tmp_path: Path) -> None:
+def test_a_model_of_one_block_resumes(model: Path, out: Path, tmp_path: Path) -> None:
     """The parts before and behind the only block, and the block itself."""
     config = AutoModelForCausalLM.from_pretrained(model).config
     config.num_hidden_layers = 1
@@ -132,7 +132,7 @@ def test_a_model_of_one_block_goes_on_too(model: Path, out: Path, tmp_path: Path
     assert any(error > 0 for error in errors(small, out).values())
 
 
-def test_the_share_that_is_told_grows_with_every_step(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_progress_share_grows_with_every_step(tiny: Tiny, tmp_path: Path) -> None:
     told: list[Progress] = []
     quantize(
         tiny("qwen3-moe"),
@@ -162,7 +162,7 @@ def test_the_share_that_is_told_grows_with_every_step(tiny: Tiny, tmp_path: Path
     assert told[-1].share == 1
 
 
-def test_the_seconds_of_parts_are_those_of_the_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_part_seconds_sum_to_at_most_the_run(tiny: Tiny, tmp_path: Path) -> None:
     """An expert's are not counted once more in its block's."""
     told: list[Progress] = []
     at: list[float] = []
@@ -183,7 +183,7 @@ def test_the_seconds_of_parts_are_those_of_the_run(tiny: Tiny, tmp_path: Path) -
     ("family", "values"),
     [further("llama", {}), ("mixtral", {}), ("gpt-oss", {"ignore": ("*experts*",)})],
 )
-def test_a_head_is_rounded_for_what_it_reads(
+def test_the_head_hessian_matches_the_final_hidden_states(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
 ) -> None:
     """The states have passed every block, and every expert of it once, whether it is rounded or left alone."""
@@ -216,7 +216,7 @@ def test_a_head_is_rounded_for_what_it_reads(
     assert found.tokens == rows.numel()
 
 
-def test_hidden_states_are_on_the_disk_on_request_only(model: Path, tmp_path: Path) -> None:
+def test_hidden_states_go_to_disk_only_on_request(model: Path, tmp_path: Path) -> None:
     """As a file without a name, which is gone with the process."""
     for where in ("memory", "disk"):
         found: list[str] = []

@@ -51,7 +51,7 @@ def manifest(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_workers_share_a_mixture_and_one_may_die_within_an_expert(
+def test_shared_expert_run_survives_a_killed_worker(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
@@ -106,7 +106,7 @@ def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
         assert tree(out) == tree(tmp_path / "m"), part
 
 
-def test_neither_threads_nor_disk_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
+def test_threads_and_disk_do_not_change_expert_output(tiny: Tiny, tmp_path: Path) -> None:
     wanted = swift("gptq", scheme=SCHEME)
     for name, settings in {
         "one": Settings(threads=1),
@@ -116,7 +116,7 @@ def test_neither_threads_nor_disk_change_a_byte(tiny: Tiny, tmp_path: Path) -> N
     assert tree(tmp_path / "one") == tree(tmp_path / "other")
 
 
-def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Path) -> None:
+def test_experts_with_few_tokens_are_reported_and_counted(tiny: Tiny, tmp_path: Path) -> None:
     done = quantize(tiny("mixtral"), tmp_path / "q", swift("gptq", scheme=SCHEME))
     few = [event for event in done.events if event.kind == "expert-few-tokens"]
     assert [event.where for event in few] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
@@ -153,7 +153,7 @@ def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
 
 
 @pytest.mark.parametrize("experts", [further("routed"), "all"])
-def test_whose_tokens_calibrate_an_expert_is_a_choice(
+def test_expert_tokens_option_selects_the_calibration_tokens(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
 ) -> None:
     asked: list[bool] = []
@@ -178,7 +178,7 @@ LEAVES = {
 @pytest.mark.parametrize(
     ("family", "experts"), [further("mixtral", "all"), ("qwen3-moe", "routed")]
 )
-def test_gptq_errs_less_than_rtn_on_what_experts_read(
+def test_gptq_has_less_expert_error_than_rtn(
     tiny: Tiny, tmp_path: Path, family: str, experts: str
 ) -> None:
     """In sum over the experts, on other tokens than those of the calibration."""
@@ -203,7 +203,7 @@ def test_gptq_errs_less_than_rtn_on_what_experts_read(
     assert 0 < errors["gptq"] < 0.9 * errors["rtn"]
 
 
-def test_an_expert_without_any_token(
+def test_an_expert_without_tokens_is_still_quantized(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = RoutedTokens.record
@@ -220,7 +220,9 @@ def test_an_expert_without_any_token(
 
 
 @pytest.mark.parametrize("method", [further("rtn"), "smooth+gptq"])
-def test_static_inputs_of_experts_are_measured(tiny: Tiny, tmp_path: Path, method: str) -> None:
+def test_static_input_scales_of_experts_are_measured(
+    tiny: Tiny, tmp_path: Path, method: str
+) -> None:
     quantize(tiny("mixtral"), tmp_path / "q", swift(method, scheme="W8A8_STATIC"))
     found = load_file(tmp_path / "q" / "model.safetensors")
     scales = {
@@ -235,7 +237,7 @@ def test_static_inputs_of_experts_are_measured(tiny: Tiny, tmp_path: Path, metho
             assert torch.equal(value, scales[name.replace(".w1.", ".w3.")])
 
 
-def test_a_damaged_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_nan_in_an_expert_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
     source = copied(tiny("mixtral"), tmp_path / "model")
     weights = load_file(source / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
@@ -258,7 +260,7 @@ def test_a_damaged_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
     ],
     ids=["more", "fewer", "odd"],
 )
-def test_a_stack_of_experts_that_does_not_fit_is_named_whole(
+def test_a_misshapen_expert_stack_is_refused_by_name(
     tiny: Tiny, tmp_path: Path, change: Any, words: str
 ) -> None:
     model = copied(tiny("granitemoe"), tmp_path / "m")

@@ -37,7 +37,7 @@ def folder(files, tmp_path):
     return copied(files, tmp_path / "f")
 
 
-def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
+def test_a_folder_card_keeps_text_added_by_hand(model, folder):
     from huggingface_hub import ModelCard
 
     card = folder / "README.md"
@@ -59,7 +59,7 @@ def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
     assert {result.metric_type for result in data.eval_results} >= {"perplexity", "kl_divergence"}
 
 
-def test_figures_of_a_file_elsewhere_are_not_those_of_one_of_the_same_name(model, folder, tmp_path):
+def test_a_folder_card_ignores_same_named_files_elsewhere(model, folder, tmp_path):
     other = tmp_path / "o/x-Q8_0.gguf"
     other.parent.mkdir()
     quantize(model, other, recipe(type="Q4_0"))
@@ -70,7 +70,7 @@ def test_figures_of_a_file_elsewhere_are_not_those_of_one_of_the_same_name(model
     assert (folder / "README.md").read_text() == alone
 
 
-def test_numbered_files_are_one_entry_of_the_size_of_all(model, tmp_path):
+def test_split_gguf_parts_are_one_entry_with_total_size(model, tmp_path):
     folder = tmp_path / "f"
     folder.mkdir()
     quantize(model, folder / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
@@ -85,7 +85,7 @@ def test_numbered_files_are_one_entry_of_the_size_of_all(model, tmp_path):
 
 
 @pytest.mark.parametrize("bits", ["x", True, -4.5, further(None)])
-def test_bits_that_are_no_number_are_absent(model, folder, bits):
+def test_invalid_bits_in_a_manifest_are_shown_as_absent(model, folder, bits):
     for path in folder.glob("*.gguf.quantforge.json"):
         document = json.loads(path.read_text())
         del document["source"]
@@ -94,9 +94,7 @@ def test_bits_that_are_no_number_are_absent(model, folder, bits):
     assert (folder / "README.md").read_text().count("| rtn | - |") == 2
 
 
-def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
-    model, folder, monkeypatch
-):
+def test_an_unwritable_card_is_refused_before_measuring(model, folder, monkeypatch):
     monkeypatch.setattr(import_module("quantforge.api.evaluate"), "_evaluation_options", None)
     card = folder / "README.md"
     for text in ("# Mine\n", f"{FILES_PART.begin}\n"):
@@ -117,7 +115,7 @@ def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
     assert not card.exists()
 
 
-def test_the_card_of_a_release_leaves_out_what_is_beyond_a_gate(tmp_path, model):
+def test_a_release_card_omits_variants_that_fail_a_gate(tmp_path, model):
     beyond = f"{Q4}gates = {{max_bytes = 1}}\n"
     made = release(written(tmp_path, model, Q8, beyond), tmp_path / "r")
     assert [one.failed != () for one in made.variants] == [False, True]
@@ -128,7 +126,7 @@ def test_the_card_of_a_release_leaves_out_what_is_beyond_a_gate(tmp_path, model)
     assert "--include README.md" in (tmp_path / "r/upload.sh").read_text()
 
 
-def test_which_one_is_what_fits_and_is_closest():
+def test_the_card_advises_the_closest_file_that_fits():
     def file(name, nbytes, kl):
         return FolderFile(name, "gptq", nbytes / 1e9, nbytes, nbytes * 1.1, kl)
 
@@ -150,7 +148,7 @@ def test_which_one_is_what_fits_and_is_closest():
     assert "closer" not in unmeasured
 
 
-def test_the_examples_load_a_file_that_is_advised_and_measured():
+def test_the_example_file_is_advised_and_measured():
     def file(name, bits, kl, size=1e9):
         return FolderFile(name, "gptq", bits, int(bits * size), bits * size * 1.1, kl)
 

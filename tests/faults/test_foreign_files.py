@@ -106,7 +106,7 @@ INSIDE: dict[str, tuple[Plant, str]] = {
 
 
 @each_value(("case", INSIDE), ("late", [False, True]))  # before or during the run
-def test_an_overwrite_keeps_what_the_manifest_does_not_list(
+def test_overwrite_refuses_files_missing_from_the_manifest(
     tmp_path: Path, case: str, late: bool
 ) -> None:
     plant, word = INSIDE[case]
@@ -131,7 +131,7 @@ def test_an_overwrite_keeps_what_the_manifest_does_not_list(
     assert (tmp_path / "canary").read_text() == "mine!!"
 
 
-def test_what_appears_during_the_swap_is_given_back(tmp_path: Path) -> None:
+def test_a_file_added_during_the_swap_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     make(out, "old", FAST)
 
@@ -150,7 +150,7 @@ def test_what_appears_during_the_swap_is_given_back(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_files_that_are_missing_by_now_do_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_overwrite_accepts_a_result_with_missing_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     make(out, "old", FAST)
     (out / "config.json").unlink()
@@ -164,7 +164,7 @@ HF = tuple(f"m-{n:05}-of-00002.safetensors" for n in (1, 2))
 PARTS = tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))
 
 
-def test_a_file_result_leaves_the_directory_to_its_owner(tmp_path: Path) -> None:
+def test_a_file_result_keeps_similarly_named_files(tmp_path: Path) -> None:
     """Names that only look alike, of any suffix and with characters of patterns, are no part of the result."""
     for folder_name, name in (("a", "m.gguf"), ("b", "[m]*.gguf")):
         out = tmp_path / folder_name / name
@@ -203,7 +203,7 @@ BESIDE: dict[str, tuple[Plant, str]] = {
 
 
 @pytest.mark.parametrize("case", BESIDE)
-def test_an_overwrite_of_a_file_replaces_its_own_files_only(tmp_path: Path, case: str) -> None:
+def test_overwriting_a_file_refuses_foreign_files(tmp_path: Path, case: str) -> None:
     plant, word = BESIDE[case]
     out = tmp_path / "place/m.gguf"
     out.parent.mkdir()
@@ -215,7 +215,7 @@ def test_an_overwrite_of_a_file_replaces_its_own_files_only(tmp_path: Path, case
     assert {path.name for path in tmp_path.iterdir()} == {"place", "canary"}
 
 
-def test_what_takes_a_name_after_a_kill_is_kept(tmp_path: Path) -> None:
+def test_a_file_created_after_a_kill_is_kept(tmp_path: Path) -> None:
     """The renames that a kill has left open are made by the next run: it looks at every name again."""
     out = tmp_path / "m.gguf"
 
@@ -244,7 +244,7 @@ def test_what_takes_a_name_after_a_kill_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["../canary"], ["/etc/hosts"], [7], "m.gguf", None])
-def test_a_list_of_renames_that_leads_out_is_refused(tmp_path: Path, names: object) -> None:
+def test_a_rename_list_outside_the_output_is_refused(tmp_path: Path, names: object) -> None:
     out = tmp_path / "place/m.gguf"
     out.parent.mkdir()
     (tmp_path / "canary").write_text("mine")
@@ -281,7 +281,7 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     ("case", PLANTED),
     ("name", ["out", "m.gguf"]),
 )
-def test_planted_names_are_refused_and_nothing_behind_them_is_touched(
+def test_a_foreign_run_directory_is_refused_and_untouched(
     tmp_path: Path, case: str, name: str
 ) -> None:
     plant, word = PLANTED[case]
@@ -302,7 +302,7 @@ def test_planted_names_are_refused_and_nothing_behind_them_is_touched(
 
 
 @pytest.mark.parametrize("name", ["additional_chat_templates", "config.json", "config.json.part"])
-def test_links_inside_of_a_stage_lead_nowhere(tmp_path: Path, name: str) -> None:
+def test_links_inside_a_stage_are_not_followed(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/a").write_text("mine")
     for target in ("../../elsewhere", "../../elsewhere/a"):
@@ -317,7 +317,7 @@ def test_links_inside_of_a_stage_lead_nowhere(tmp_path: Path, name: str) -> None
         assert content(tmp_path / "elsewhere") == {"a": b"mine"}
 
 
-def test_a_lock_that_is_removed_during_a_run(tmp_path: Path) -> None:
+def test_a_run_survives_the_removal_of_its_lock(tmp_path: Path) -> None:
     """The run ends well; a second one does not get in while the first one works, nor spoils what it publishes."""
     out = tmp_path / "out"
     with Stage(out, overwrite=False, disk=FAST) as stage:
@@ -330,7 +330,7 @@ def test_a_lock_that_is_removed_during_a_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_a_run_that_has_lost_its_lock_gives_way(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lock_does_not_publish(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Stage(out, overwrite=False, disk=FAST) as stage:
         fill(stage, "first", FAST)
@@ -343,7 +343,7 @@ def test_a_run_that_has_lost_its_lock_gives_way(tmp_path: Path) -> None:
     assert (out / "config.json").read_text() == "second"
 
 
-def test_the_lock_tells_whether_it_was_taken_again(tmp_path: Path) -> None:
+def test_publishing_fails_when_another_run_took_the_lock(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Stage(out, overwrite=False, disk=FAST) as stage:
         fill(stage, "first", FAST)
@@ -355,7 +355,7 @@ def test_the_lock_tells_whether_it_was_taken_again(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_run_whose_directory_is_removed_ends_with_a_typed_error(tmp_path: Path) -> None:
+def test_removing_the_run_directory_raises_a_typed_error(tmp_path: Path) -> None:
     for step in range(3):
         out = tmp_path / f"out{step}"
 
@@ -374,7 +374,7 @@ def test_a_run_whose_directory_is_removed_ends_with_a_typed_error(tmp_path: Path
 # ---- opening for writing
 
 
-def test_a_new_file_is_new_and_an_existing_one_is_ours(tmp_path: Path) -> None:
+def test_file_creation_and_replacement_refuse_links_and_special_files(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link").symlink_to("mine")
     (tmp_path / "nowhere").symlink_to("new")

@@ -88,7 +88,7 @@ def joining(spec, out, place):
 
 
 @pytest.mark.thorough
-def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, whole, tmp_path):
+def test_three_processes_make_each_variant_once(spec, whole, tmp_path):
     shared, place = tmp_path / "shared", tmp_path / "made"
     place.mkdir()
     children = [joining(spec, shared, place) for _ in range(3)]
@@ -100,7 +100,7 @@ def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, whol
 
 
 @pytest.mark.thorough
-def test_variants_that_only_one_process_can_make_are_shared_too(model, tmp_path):
+def test_tuned_and_guided_variants_are_distributed_between_processes(model, tmp_path):
     variant = VARIANT.replace('"}}', '", {more}}}')
     alone = {
         "tuned": "tune = 1",
@@ -120,7 +120,7 @@ def test_variants_that_only_one_process_can_make_are_shared_too(model, tmp_path)
     assert tree(tmp_path / "shared") == tree(tmp_path / "one")
 
 
-def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
+def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
     shared, place = tmp_path / "shared", tmp_path / "made"
     place.mkdir()
 
@@ -140,7 +140,7 @@ def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
     assert tree(shared) == tree(whole)
 
 
-def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path, capsys, monkeypatch):
+def test_jobs_starts_workers_and_prints_once(spec, whole, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
     shared = tmp_path / "shared"
     said = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
@@ -163,7 +163,7 @@ def counted(start, started):
 
 
 @pytest.mark.thorough
-def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys, monkeypatch):
+def test_a_sweep_with_jobs_matches_a_single_process(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
     common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.thorough
-def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
+def test_interrupting_the_main_process_ends_all_jobs(spec, tmp_path):
     out = tmp_path / "out"
     run = subprocess.Popen(
         [sys.executable, "-m", "quantforge", "release", spec, "-o", out, "--jobs", "2"],
@@ -204,13 +204,13 @@ def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
     assert not run_folder(out / SPEC).exists()
 
 
-def test_results_are_not_replaced_while_others_may_make_them(spec, tmp_path):
+def test_join_with_overwrite_is_refused(spec, tmp_path):
     with pytest.raises(UsageError, match="begins late"):
         release(spec, tmp_path / "out", Settings(join=True, overwrite=True))
     assert not (tmp_path / "out").exists()
 
 
-def test_variants_beyond_the_budget_are_left_out_by_name(spec, whole, tmp_path, capsys):
+def test_variants_over_the_budget_are_skipped_by_name(spec, whole, tmp_path, capsys):
     out = tmp_path / "out"
     made = json.loads((whole / "release.json").read_text())["variants"]
     sizes = {one["name"]: one["weight_bytes"] for one in made}

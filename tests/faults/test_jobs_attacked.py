@@ -31,7 +31,7 @@ with processes.worker_processes(2, print):
 """
 
 
-def test_a_further_process_ends_when_its_parent_has_been_killed() -> None:
+def test_a_worker_ends_when_its_parent_is_killed() -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", ORPHAN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -43,12 +43,14 @@ def test_a_further_process_ends_when_its_parent_has_been_killed() -> None:
         assert other.wait(120) == -signal.SIGTERM
 
 
-def test_a_variable_of_the_environment_silences_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_does_not_silence_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("QUANTFORGE_JOB", "1")
     assert not processes.is_silent()
 
 
-def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
+def test_failed_workers_are_counted_and_print_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["quantforge", "no-such-verb"])
@@ -64,7 +66,7 @@ def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
 
 
 @pytest.mark.parametrize("verb", ["release", "sweep"])
-def test_documents_tell_which_further_processes_failed(
+def test_json_documents_list_failed_workers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -91,7 +93,7 @@ def test_documents_tell_which_further_processes_failed(
     ]
 
 
-def test_modules_of_the_directory_of_the_call_are_not_run(
+def test_modules_in_the_working_directory_are_not_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "quantforge.py").write_text("raise SystemExit(9)\n")
@@ -104,7 +106,7 @@ def test_modules_of_the_directory_of_the_call_are_not_run(
     assert said == []
 
 
-def test_where_one_cannot_be_started_those_that_were_are_stopped(
+def test_a_failed_worker_start_stops_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun: list[subprocess.Popen[bytes]] = []
@@ -136,7 +138,7 @@ time.sleep(60)
 """
 
 
-def test_the_pipe_of_one_that_is_stopping_stays_open(
+def test_the_pipe_of_a_stopping_worker_stays_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its end is a signal, too."""
@@ -167,7 +169,7 @@ def _handled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_handled")
-def test_a_signal_that_comes_while_a_module_loads_is_not_lost(
+def test_a_signal_during_an_import_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     swallows = "import signal\ntry:\n    signal.raise_signal(signal.SIGTERM)\nexcept BaseException:\n    pass\n"
@@ -184,7 +186,7 @@ def _load_and_wait(module: str) -> None:
     time.sleep(120)
 
 
-def test_a_release_holds_the_file_that_it_was_made_by_although_another_began_there_meanwhile(
+def test_a_release_stores_its_own_spec_despite_another_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
 ) -> None:
     spec, out = tmp_path / "own.toml", tmp_path / "out"

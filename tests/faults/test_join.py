@@ -121,7 +121,7 @@ def appears(found: Callable[[], bool]) -> None:
         further("out", swift("awq", bits=4)),
     ],
 )
-def test_two_processes_share_a_run_and_write_what_one_would(
+def test_two_processes_write_the_same_bytes_as_one(
     model: Path, tmp_path: Path, start: Start, name: str, wanted: Recipe
 ) -> None:
     places = {kind: tmp_path / kind for kind in ("one", "two", "log")}
@@ -150,7 +150,7 @@ def test_two_processes_share_a_run_and_write_what_one_would(
     assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer", *tuned]
 
 
-def test_where_the_one_that_tunes_is_killed_another_goes_on(
+def test_tuning_continues_after_the_tuning_process_is_killed(
     model: Path, tmp_path: Path, start: Start
 ) -> None:
     wanted, log = replace(GPTQ, tune=1), tmp_path / "m-log"
@@ -201,7 +201,7 @@ def held(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("write", [further(1), 20])
-def test_the_unit_of_a_killed_process_is_done_by_another(
+def test_another_process_redoes_the_unit_of_a_killed_one(
     model: Path, out: Path, reference: dict[str, str], start: Start, write: int
 ) -> None:
     def killed() -> None:
@@ -224,7 +224,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("place", "name", "number"), STOPS)
-def test_a_process_that_was_stopped_and_lost_its_unit_changes_nothing(
+def test_a_resumed_process_that_lost_its_unit_changes_nothing(
     model: Path,
     out: Path,
     reference: dict[str, str],
@@ -249,7 +249,7 @@ def test_a_process_that_was_stopped_and_lost_its_unit_changes_nothing(
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
-def test_two_generations_of_a_unit_do_not_meet(
+def test_two_claims_of_a_unit_do_not_interfere(
     model: Path, out: Path, reference: dict[str, str], start: Start
 ) -> None:
     """The one that was stopped wakes while the other is at work on the very unit, which is the last one."""
@@ -275,7 +275,7 @@ def test_two_generations_of_a_unit_do_not_meet(
 
 # Within the first block, and within the head, which reads what a block has handed on.
 @pytest.mark.parametrize("write", [further(9), further(26), 44])
-def test_the_calibrated_block_of_a_killed_process_is_done_by_another(
+def test_another_process_redoes_the_calibrated_block_of_a_killed_one(
     model: Path, out: Path, calibrated: dict[str, str], start: Start, write: int
 ) -> None:
     def killed() -> None:
@@ -292,7 +292,7 @@ def test_the_calibrated_block_of_a_killed_process_is_done_by_another(
 @pytest.mark.parametrize(
     ("place", "name", "number"), [(UnitOutput, "write", 9), further(Claim, "finish", 2)]
 )
-def test_a_process_that_lost_its_calibrated_block_passes_the_rows_again(
+def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
     model: Path,
     out: Path,
     calibrated: dict[str, str],
@@ -321,7 +321,7 @@ def test_a_process_that_lost_its_calibrated_block_passes_the_rows_again(
     assert leftovers(out) == {"out", "m-errors-0", "m-errors-1"}
 
 
-def test_who_waits_for_states_that_do_not_come_does_the_block_before(
+def test_a_worker_takes_over_the_block_it_waits_for(
     model: Path, out: Path, calibrated: dict[str, str], start: Start
 ) -> None:
     """The first is stopped within block 0, of which it has handed on one micro-batch of two."""
@@ -354,7 +354,7 @@ def test_who_waits_for_states_that_do_not_come_does_the_block_before(
 
 
 @pytest.mark.parametrize("harm", ["changed", further("cut"), "removed"])
-def test_states_that_are_not_what_was_written_are_not_read(
+def test_damaged_shared_states_are_refused(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     read = SharedStates.read
@@ -376,7 +376,7 @@ def test_states_that_are_not_what_was_written_are_not_read(
     assert not out.exists()
 
 
-def test_states_are_not_kept_longer_than_they_are_read(model: Path, out: Path) -> None:
+def test_shared_states_are_removed_after_use(model: Path, out: Path) -> None:
     there: list[set[str]] = []
 
     def look(_: Progress) -> None:
@@ -388,7 +388,7 @@ def test_states_are_not_kept_longer_than_they_are_read(model: Path, out: Path) -
 
 
 @pytest.mark.parametrize("wanted", [PLAIN, GPTQ])
-def test_a_plain_command_goes_on_with_what_was_shared(
+def test_a_single_process_resumes_a_shared_run(
     model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], wanted: Recipe
 ) -> None:
     with pytest.raises(StopError):
@@ -405,7 +405,7 @@ def test_a_plain_command_goes_on_with_what_was_shared(
     ("wanted", "crashed"),
     [further(PLAIN, "outer"), further(GPTQ, "outer"), (PLAIN, "block 1"), (GPTQ, "block 0")],
 )
-def test_what_one_process_had_finished_is_kept_when_others_share_the_run(
+def test_a_shared_run_keeps_the_work_of_one_process(
     model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], wanted: Recipe, crashed: str
 ) -> None:
     order = ["outer", "block 0", "block 1", "head"]
@@ -428,7 +428,7 @@ def test_what_one_process_had_finished_is_kept_when_others_share_the_run(
     assert leftovers(out) == {"out"}
 
 
-def test_experts_of_a_block_that_is_not_whole_are_done_with_it(
+def test_a_shared_run_redoes_experts_of_an_unfinished_block(
     tiny: Tiny, out: Path, tmp_path: Path
 ) -> None:
     model = tiny("mixtral")
@@ -441,7 +441,7 @@ def test_experts_of_a_block_that_is_not_whole_are_done_with_it(
     assert tree(out) == tree(tmp_path / "m")
 
 
-def test_somebody_s_files_in_the_place_of_claims_are_kept(model: Path, out: Path) -> None:
+def test_foreign_files_in_the_units_directory_are_kept(model: Path, out: Path) -> None:
     units = out.parent / UNITS
     units.mkdir(parents=True)
     (units / "mine").write_text("kept")
@@ -455,7 +455,7 @@ def test_somebody_s_files_in_the_place_of_claims_are_kept(model: Path, out: Path
     assert leftovers(out) == {"out"}
 
 
-def test_claims_of_another_run_are_refused_and_the_hint_can_be_typed(
+def test_units_of_another_run_are_refused_with_a_usable_hint(
     model: Path, out: Path, reference: dict[str, str]
 ) -> None:
     """They were copied into the place of this run's; others may be at work, so that nobody is told to overwrite."""
@@ -475,7 +475,7 @@ def test_claims_of_another_run_are_refused_and_the_hint_can_be_typed(
     assert tree(out) == reference
 
 
-def test_a_damaged_journal_of_one_process_is_named(model: Path, out: Path) -> None:
+def test_joining_a_run_with_a_damaged_journal_is_refused(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         quantize(model, out, PLAIN, progress=crash_after("block 0"))
     journal = out.with_name(".out.qf") / "journal/journal.jsonl"
@@ -484,7 +484,7 @@ def test_a_damaged_journal_of_one_process_is_named(model: Path, out: Path) -> No
         join(model, out)
 
 
-def test_a_result_that_is_there_is_the_end_of_it(
+def test_joining_a_finished_run_accepts_its_result(
     model: Path, out: Path, reference: dict[str, str]
 ) -> None:
     """A process that begins late finds it; another recipe is refused as ever."""
@@ -496,7 +496,7 @@ def test_a_result_that_is_there_is_the_end_of_it(
     assert leftovers(out) == {"out"}
 
 
-def test_another_recipe_is_not_shared(model: Path, out: Path) -> None:
+def test_joining_with_another_recipe_is_refused(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, progress=crash_after("outer"))
     for shared in (True, False):
@@ -512,7 +512,7 @@ def test_an_overwrite_ends_a_shared_run_of_another_recipe(model: Path, out: Path
     assert leftovers(out) == {"out"}
 
 
-def test_another_recipe_does_not_spoil_an_interrupted_run(
+def test_joining_with_another_recipe_keeps_an_interrupted_run(
     model: Path, out: Path, calibrated: dict[str, str]
 ) -> None:
     with pytest.raises(StopError):
@@ -524,7 +524,7 @@ def test_another_recipe_does_not_spoil_an_interrupted_run(
     assert tree(out) == calibrated
 
 
-def test_the_hint_about_a_run_of_another_recipe_can_be_followed(model: Path, out: Path) -> None:
+def test_the_hint_about_another_recipe_works(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, GPTQ, progress=crash_after("block 0"))
     with pytest.raises(IntegrityError, match="differs in: calibration; ") as refused:
@@ -534,7 +534,7 @@ def test_the_hint_about_a_run_of_another_recipe_can_be_followed(model: Path, out
     assert leftovers(out) == {"out"}
 
 
-def test_a_changed_byte_of_a_finished_unit_is_found(model: Path, out: Path) -> None:
+def test_a_changed_byte_of_a_finished_unit_is_detected(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, progress=crash_after("block 0"))
     file = next((out.parent / UNITS).glob("*/0001.*.done/*.data"))
@@ -547,7 +547,7 @@ def test_a_changed_byte_of_a_finished_unit_is_found(model: Path, out: Path) -> N
     assert not out.exists()
 
 
-def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out: Path) -> None:
+def test_a_nan_weight_ends_a_shared_run_without_leftovers(model: Path, out: Path) -> None:
     source = copied(model, out.parent / "m")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
@@ -564,7 +564,7 @@ def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
+def test_join_refuses_guided_hessians_and_overwrite(
     model: Path, out: Path, wanted: Recipe, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -572,14 +572,14 @@ def test_what_cannot_be_shared_is_refused(
     assert leftovers(out) == set()
 
 
-def test_calibrated_runs_are_shared_by_the_ranks_of_torchrun_alone(model: Path, out: Path) -> None:
+def test_a_calibrated_run_is_shared_only_under_torchrun(model: Path, out: Path) -> None:
     with pytest.raises(UsageError, match="one after the other") as refused:
         quantize(model, out, GPTQ, join=True)
     assert "torchrun" in refused.value.hint
     assert leftovers(out) == set()
 
 
-def test_an_output_of_a_run_that_is_not_shared_is_busy(
+def test_joining_an_unshared_run_is_refused_as_busy(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_run, "LOCK_TIMEOUT_SECONDS", 0.2)
@@ -587,7 +587,7 @@ def test_an_output_of_a_run_that_is_not_shared_is_busy(
         join(model, out)
 
 
-def test_the_option_of_the_command_line(
+def test_join_option_on_the_command_line(
     model: Path, out: Path, reference: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ("quantize", model, "--scales", "absmax", "--bits", "4", "--join", "-o", out)
@@ -604,7 +604,7 @@ def test_the_option_of_the_command_line(
 @pytest.mark.parametrize(
     ("name", "harm"), [("model.safetensors", "cut"), ("config.json", "removed")]
 )
-def test_a_result_that_is_not_whole_is_not_taken_for_finished(
+def test_joining_with_a_damaged_result_is_refused(
     model: Path, tmp_path: Path, name: str, harm: str
 ) -> None:
     out = tmp_path / "out"
@@ -618,7 +618,7 @@ def test_a_result_that_is_not_whole_is_not_taken_for_finished(
         join(model, out)
 
 
-def test_a_finished_result_without_what_is_asked_beside_it_is_refused(
+def test_joining_refuses_a_result_without_the_requested_provenance(
     model: Path, tmp_path: Path
 ) -> None:
     join(model, tmp_path / "out")
@@ -629,7 +629,7 @@ def test_a_finished_result_without_what_is_asked_beside_it_is_refused(
     assert (tmp_path / "other/provenance.intoto.json").exists()
 
 
-def test_a_block_whose_states_cannot_be_written_is_not_handed_in(
+def test_a_block_with_unwritable_states_is_not_finished(
     model: Path, out: Path, calibrated: dict[str, str]
 ) -> None:
     def full(path: Path, *given: Any, **named: Any) -> None:

@@ -30,14 +30,14 @@ def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_result_comes_out_again_byte_for_byte(result, model):
+def test_reproduce_rebuilds_a_result_byte_for_byte(result, model):
     made = reproduce(result, str(model), Settings())
     assert made.differing == ()
     assert made.versions == {}
     assert made.files == len(tree(result)) - 2  # without the manifest and the card
 
 
-def test_another_result_is_told_apart(result, model, tmp_path, capsys):
+def test_reproduce_reports_files_that_differ(result, model, tmp_path, capsys):
     other = copied(result, tmp_path / "m")
     document = json.loads((other / NAME).read_text())
     document["recipe"] = document["recipe"].replace('"gptq"', '"rtn"', 1)
@@ -50,7 +50,7 @@ def test_another_result_is_told_apart(result, model, tmp_path, capsys):
     assert "config.json" not in found["differing"]
 
 
-def test_another_source_is_refused_before_any_work(result, tiny, tmp_path):
+def test_reproduce_refuses_another_source_before_work(result, tiny, tmp_path):
     with pytest.raises(IntegrityError, match=r"config\.json"):
         reproduce(result, str(tiny("llama")), Settings())
     (tmp_path / "m").mkdir()
@@ -58,7 +58,7 @@ def test_another_source_is_refused_before_any_work(result, tiny, tmp_path):
         reproduce(tmp_path / "m", str(tiny("llama")), Settings())
 
 
-def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
+def test_reproduce_handles_gguf_results_and_gguf_sources(model, tmp_path):
     """A Modelfile comes out again too, and a source that is one file may have another name by now."""
     file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
     plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
@@ -82,7 +82,7 @@ def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
             reproduce(out, str(other))
 
 
-def test_a_difference_names_recipe_tensors_and_files(result, model, tmp_path, capsys):
+def test_diff_names_recipe_tensor_and_file_differences(result, model, tmp_path, capsys):
     quantize(model, tmp_path / "m", recipe(scheme="int8:g32:sym"))
     (tmp_path / "m" / "chat_template.jinja").write_text("{{ 'x' }}")
     found = difference(result, tmp_path / "m")
@@ -96,7 +96,7 @@ def test_a_difference_names_recipe_tensors_and_files(result, model, tmp_path, ca
     assert json.loads(ended.out)["equal"] is False
 
 
-def test_a_copy_is_no_difference(result, tmp_path, capsys):
+def test_diff_of_a_copy_is_equal(result, tmp_path, capsys):
     again = copied(result, tmp_path / "again")
     found = difference(result, again)
     assert found.equal
@@ -104,7 +104,7 @@ def test_a_copy_is_no_difference(result, tmp_path, capsys):
     assert command(capsys, "diff", result, again).code == 0
 
 
-def test_an_edited_configuration_is_a_difference_and_the_card_is_none(result, tmp_path, capsys):
+def test_diff_reports_an_edited_configuration_but_not_the_card(result, tmp_path, capsys):
     again = copied(result, tmp_path / "again")
     (again / "README.md").write_text("figures")
     assert command(capsys, "diff", result, again).code == 0
@@ -115,7 +115,7 @@ def test_an_edited_configuration_is_a_difference_and_the_card_is_none(result, tm
     assert "differs: the file config.json" in ended.out
 
 
-def test_a_recipe_without_one_field_is_still_a_recipe(result, tmp_path):
+def test_diff_accepts_a_recipe_without_one_field(result, tmp_path):
     again = copied(result, tmp_path / "again")
     document = json.loads((again / NAME).read_text())
     lacking = document["recipe"].replace("tune = 0\n", "")
@@ -142,9 +142,7 @@ def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
-def test_values_without_a_ratio_are_a_difference_but_to_themselves(
-    first, second, model, tmp_path, capsys
-):
+def test_diff_handles_zero_nan_and_infinite_tensors(first, second, model, tmp_path, capsys):
     changed = [filled(model, tmp_path / name, x) for name, x in (("a", first), ("b", second))]
     found = difference(*changed)
     assert set(found.tensors.values()) == {-math.inf}
@@ -172,7 +170,7 @@ def test_a_manifest_whose_recipe_is_damaged_is_refused(text, result, tmp_path, c
     assert "the recipe of its manifest: not TOML" in ended.err
 
 
-def test_statements_speak_of_every_file(result, model):
+def test_provenance_lists_the_digest_of_every_file(result, model):
     statement = json.loads((result / STATEMENT).read_text())
     bill = json.loads((result / BILL).read_text())
     own = {STATEMENT, BILL, NAME}
@@ -190,12 +188,12 @@ def test_statements_speak_of_every_file(result, model):
     assert {STATEMENT, BILL} < read_manifest(result)["outputs"].keys()
 
 
-def test_statements_are_written_on_request_only(model, tmp_path):
+def test_provenance_is_written_only_on_request(model, tmp_path):
     quantize(model, tmp_path / "m", recipe())
     assert not (tmp_path / "m" / STATEMENT).exists()
 
 
-def test_a_publication_that_is_made_again_speaks_of_the_same_files(model, out, monkeypatch):
+def test_a_repeated_publication_lists_the_same_files(model, out, monkeypatch):
     """What an interrupted one had written beside the weights is none of its outputs."""
     plain = out.with_name("m") / "out"
     plain.parent.mkdir()
@@ -212,7 +210,7 @@ def raising(stage: Stage) -> None:
     raise StopError
 
 
-def test_a_missing_or_damaged_manifest_is_told_by_its_own_name(model, tmp_path, capsys):
+def test_a_missing_or_damaged_manifest_is_named(model, tmp_path, capsys):
     """Of a file it is not called as in a directory; one whose file was renamed is pointed at."""
     file = tmp_path / "a.gguf"
     quantize(model, file, recipe(format="gguf", type="BF16", scales="absmax", calibration=NO_DATA))

@@ -29,7 +29,7 @@ from tests.releases import FAST, beside, content, fill, make
 # --- publishing -----------------------------------------------------------------------------------
 
 
-def test_an_output_appears_whole(tmp_path: Path) -> None:
+def test_an_output_appears_only_when_complete(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Stage(out, overwrite=False) as stage:
         fill(stage, "new")
@@ -39,7 +39,7 @@ def test_an_output_appears_whole(tmp_path: Path) -> None:
     assert beside(out) == set()
 
 
-def test_an_overwrite_leaves_nothing_of_the_old_release(tmp_path: Path) -> None:
+def test_overwrite_removes_all_files_of_the_old_result(tmp_path: Path) -> None:
     out = tmp_path / "out"
     make(out, "old")
     make(out, "new")
@@ -70,7 +70,7 @@ def test_a_stage_outlives_an_error_and_can_be_discarded(tmp_path: Path) -> None:
     assert beside(out) == set()
 
 
-def test_nothing_of_an_earlier_run_shows_through(tmp_path: Path) -> None:
+def test_stale_stage_files_do_not_reach_the_output(tmp_path: Path) -> None:
     make(tmp_path / "expected", "new", FAST)
     with Stage(tmp_path / "out", overwrite=False) as stage:
         for name in content(tmp_path / "expected"):
@@ -83,7 +83,7 @@ def test_nothing_of_an_earlier_run_shows_through(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
 
-def test_everything_is_durable_before_its_name_is(tmp_path: Path) -> None:
+def test_files_are_synced_before_the_output_is_renamed(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
 
     def path_of(descriptor: int) -> str:
@@ -108,7 +108,7 @@ def test_everything_is_durable_before_its_name_is(tmp_path: Path) -> None:
         assert ("sync", folder) in log[last_rename:published]
 
 
-def test_what_is_being_published_is_durably_known_before_the_swap(tmp_path: Path) -> None:
+def test_the_lock_records_the_publication_before_the_swap(tmp_path: Path) -> None:
     """After a power failure the lock tells the old release, at the stage's place, from work to resume."""
     out, lock = tmp_path / "out", tmp_path / ".out.qf/lock"
     make(out, "old", FAST)
@@ -161,7 +161,7 @@ def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["model", "model/out", "model/a/../out", ".", "link"])
-def test_an_output_must_not_touch_the_model(tmp_path: Path, place: str) -> None:
+def test_an_output_that_overlaps_the_model_is_refused(tmp_path: Path, place: str) -> None:
     model = tmp_path / "work/model"
     (model / "a").mkdir(parents=True)
     (model / MANIFEST).touch()
@@ -173,7 +173,9 @@ def test_an_output_must_not_touch_the_model(tmp_path: Path, place: str) -> None:
         pass
 
 
-def test_an_output_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_without_a_valid_location_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert "mkdir -p" in refused(tmp_path / "a/b", False, InputError, None)
     assert "no name" in refused(Path(), False, UsageError, None)
@@ -186,14 +188,14 @@ def test_an_output_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "is a link" in refused(tmp_path / "loop", False, RefusedError, None)
 
 
-def test_names_with_spaces_work(tmp_path: Path) -> None:
+def test_output_names_with_spaces_work(tmp_path: Path) -> None:
     out = tmp_path / "a b ü"
     make(out, "old")
     make(out, "new")
     assert content(out)["config.json"] == b"new"
 
 
-def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:
+def test_an_output_created_during_the_run_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Stage(out, overwrite=False) as stage:
         fill(stage, "new")
@@ -250,7 +252,7 @@ def test_copies_are_exact_and_follow_no_links_out(tmp_path: Path) -> None:
         assert os.access(stage.path / "LICENSE", os.W_OK)
 
 
-def test_a_file_that_grows_while_it_is_copied_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_grows_during_its_copy_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "tokenizer.json"
     source.write_bytes(b"x" * 10)
 
@@ -278,7 +280,7 @@ with Stage(Path(sys.argv[1]), overwrite=False):
 """
 
 
-def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-c", HOLD, str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -297,7 +299,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
         pass
 
 
-def test_a_damaged_lock_file_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_damaged_lock_file_does_not_block_a_run(tmp_path: Path) -> None:
     lock = tmp_path / ".out.qf/lock"
     for text in ("", '{"pid": 1}', "\0" * 100):  # of a run that was killed while it wrote
         lock.parent.mkdir(exist_ok=True)
@@ -307,7 +309,7 @@ def test_a_damaged_lock_file_is_no_obstacle(tmp_path: Path) -> None:
             Stage(tmp_path / "out", overwrite=False).__enter__()
 
 
-def test_the_lock_file_says_who(tmp_path: Path) -> None:
+def test_the_lock_file_records_the_process(tmp_path: Path) -> None:
     with Stage(tmp_path / "out", overwrite=False):
         holder = json.loads((tmp_path / ".out.qf/lock").read_text())
     assert holder["pid"] == os.getpid()

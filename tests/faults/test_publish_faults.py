@@ -20,7 +20,7 @@ from tests.releases import FAST, Failing, beside, content, fill, full, make
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_every_call_may_fail(tmp_path: Path, existing: bool) -> None:
+def test_a_failed_disk_call_leaves_the_old_or_new_output(tmp_path: Path, existing: bool) -> None:
     make(tmp_path / "expected", "new", FAST)
     expected = content(tmp_path / "expected")
     outcomes = []
@@ -65,7 +65,7 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
         make(tmp_path / "other", "new", stuck)
 
 
-def test_a_result_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_refused_before_work(tmp_path: Path) -> None:
     with Stage(tmp_path / "out", overwrite=False) as stage:
         stage.check_space(1)
         with pytest.raises(ResourceError, match=f"{2**60} bytes needed, [0-9]+ free") as caught:
@@ -100,7 +100,7 @@ with Stage(Path(sys.argv[1]), overwrite=False) as stage:
 """
 
 
-def test_a_real_limit_on_file_sizes(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_and_space_freed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "out")]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -134,7 +134,7 @@ for place in sys.argv[1:]:
 """
 
 
-def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
+def test_a_kill_at_any_call_leaves_the_old_or_new_output(tmp_path: Path) -> None:
     places = [tmp_path / "absent", tmp_path / "existing"]
     for place in places:
         for at in range(1, 60):

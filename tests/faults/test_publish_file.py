@@ -49,7 +49,7 @@ def visible(out: Path) -> dict[str, str]:
 
 
 @each_value(("new", [ONE, TWO]), ("old", [(), ONE, THREE]))
-def test_a_kill_at_any_call_is_made_good_by_the_next_run(
+def test_the_next_run_finishes_a_publication_killed_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: tuple[str, ...], new: tuple[str, ...]
 ) -> None:
     complete = dict.fromkeys((*new, "m.Modelfile", f"m.gguf{MANIFEST_SUFFIX}"), "new")
@@ -87,7 +87,7 @@ def test_a_kill_at_any_call_is_made_good_by_the_next_run(
     assert len(complete) <= sum(finished) < len(finished) - len(complete)
 
 
-def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_path: Path) -> None:
+def test_a_failed_rename_does_not_lose_staged_files(tmp_path: Path) -> None:
     """An export removes its stage after an error; what was decided to be published is kept."""
     out = tmp_path / "m.gguf"
 
@@ -107,7 +107,7 @@ def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_pat
     assert visible(out) == dict.fromkeys(("m.gguf", f"m.gguf{MANIFEST_SUFFIX}"), "new")
 
 
-def test_what_is_there_is_told_apart_and_another_name_is_given(tmp_path):
+def test_an_existing_output_is_described_with_an_alternative_name(tmp_path):
     out = tmp_path / "demo-Q4_0.gguf"
     made = {"source": {"model": "demo-awq-int4"}, "method": "awq", "format": "gguf"}
     for said, from_there in (
@@ -156,7 +156,7 @@ RECIPES = {
 
 # Of ``another``: whether another command comes between.
 @each_value(("name", KILLS), ("another", [True, False]))
-def test_the_same_command_finds_that_it_is_done(
+def test_repeating_a_command_after_a_late_kill_finds_the_result(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, another: bool
 ) -> None:
     wanted, out, plain = RECIPES[name], tmp_path / name, tmp_path / "plain" / name

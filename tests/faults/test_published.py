@@ -48,7 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> st
     return ended.out + ended.err
 
 
-def test_no_file_of_any_verb_holds_a_path(place, capsys):
+def test_no_written_file_contains_a_local_path(place, capsys):
     """Every verb that writes, with every option that names a file, given as absolute paths."""
     texts, out = place / "texts", place.parent / "out"
     (out / "h").mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_no_file_of_any_verb_holds_a_path(place, capsys):
     assert telling(place / "wren") == ["config.json"]  # the source is never changed
 
 
-def test_the_same_text_elsewhere_gives_the_same_bytes(place, capsys):
+def test_the_location_of_the_calibration_text_changes_no_byte(place, capsys):
     for folder in ("x", "y"):
         (place / folder).mkdir()
         shutil.copy(place / "texts" / "talks.txt", place / folder / "talks.txt")
@@ -139,7 +139,7 @@ def test_the_same_text_elsewhere_gives_the_same_bytes(place, capsys):
     assert tree(place / "x" / "m") == tree(place / "y" / "m")
 
 
-def test_a_result_is_reproduced_by_who_has_the_text_and_nobody_else(place, capsys):
+def test_reproduce_needs_the_same_calibration_text(place, capsys):
     text = place / "texts" / "talks.txt"
     run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "m", "--calibration", text)
     again = ("reproduce", "m", "--source", "wren")
@@ -162,7 +162,7 @@ def test_a_result_is_reproduced_by_who_has_the_text_and_nobody_else(place, capsy
     )
 
 
-def test_an_importance_matrix_is_checked_by_its_digest(place, capsys):
+def test_reproduce_checks_the_digest_of_the_imatrix(place, capsys):
     made = ("quantize", "wren", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "m.gguf", *ROWS)
     run(capsys, *made)
     again = ("reproduce", "m.gguf", "--source", "wren")
@@ -175,7 +175,7 @@ def test_an_importance_matrix_is_checked_by_its_digest(place, capsys):
     assert "not the content" in run(capsys, *again, "--imatrix", "i.gguf", code=5)
 
 
-def test_the_text_of_a_quantization_that_is_made_again_is_checked(place, capsys):
+def test_requantizing_export_checks_the_calibration_text(place, capsys):
     run(
         capsys,
         "quantize",

@@ -79,7 +79,7 @@ def children(process: int) -> list[int]:
     ]
 
 
-def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
+def test_a_run_resumes_with_more_ranks_after_one_dies(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
@@ -105,7 +105,7 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
     assert leftovers(out) == {"out"}
 
 
-def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
+def test_ranks_with_options_of_another_run_are_refused(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
@@ -122,7 +122,9 @@ def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
 
 
 @pytest.mark.thorough
-def test_the_example_of_a_job_array(model: Path, out: Path, tmp_path: Path) -> None:
+def test_the_slurm_array_example_matches_a_single_release(
+    model: Path, out: Path, tmp_path: Path
+) -> None:
     program, spec = tmp_path / "bin/quantforge", tmp_path / "release.toml"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantforge "$@"\n')
@@ -140,7 +142,7 @@ def test_the_example_of_a_job_array(model: Path, out: Path, tmp_path: Path) -> N
     assert tree(out) == tree(alone)
 
 
-def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (under_torchrun(), processes.is_silent()) == (False, False)
     for name, value in ((STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
@@ -152,7 +154,7 @@ def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_ranks_do_not_share_is_refused(
+def test_verbs_that_ranks_cannot_share_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(STARTED, "x")
@@ -167,7 +169,7 @@ def test_what_ranks_do_not_share_is_refused(
 
 @pytest.mark.tokens
 @pytest.mark.thorough
-def test_ranks_share_a_model_that_answers(
+def test_two_ranks_generate_the_answer_of_one_process(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two processes holds half of the packed weights; the answer is that of one, said once."""
@@ -196,7 +198,7 @@ def test_ranks_share_a_model_that_answers(
         assert said in refused.err
 
 
-def test_an_error_that_all_ranks_have_is_told_once(
+def test_an_error_of_all_ranks_is_printed_once(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun gives each process a file for its error, in directories side by side."""

@@ -48,7 +48,7 @@ def written(tmp_path, model, *parts):
     return path
 
 
-def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_path, capsys):
+def test_a_killed_release_resumes_and_can_be_extended(model, tmp_path, capsys):
     spec, errors = written(tmp_path, model, INT4, Q8), tmp_path / "errors"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     made = release(spec, whole)
@@ -83,7 +83,7 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
 
 
-def test_what_is_no_release_file_is_answered_with_one(tmp_path, capsys):
+def test_an_invalid_release_file_gets_an_example(tmp_path, capsys):
     for text, said in (
         ("{}", "it is a release file"),
         ('model = "m"\n[evaluation]\nwindows = "x"', "e.g. windows = 4"),
@@ -105,7 +105,7 @@ def uploads(out, *typed):
 
 
 @pytest.mark.parametrize("stated", ["acme/demo", ""])
-def test_the_name_of_the_model_is_said_once_in_a_repository(stated, tmp_path):
+def test_repository_names_contain_the_model_name_once(stated, tmp_path):
     out = tmp_path / "made"
     out.mkdir()
     names = ("demo-vllm-4bit", "demo", "other-demo-mlx")
@@ -118,7 +118,7 @@ def test_the_name_of_the_model_is_said_once_in_a_repository(stated, tmp_path):
     assert uploads(out, *([] if stated else ["acme/demo"])) == sorted(cards, reverse=True)
 
 
-def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path):
+def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
     spec, out = written(tmp_path, model, RTN4, Q8), tmp_path / "out"
     release(spec, out)
     card = out / "compressed-tensors/int4/README.md"
@@ -153,7 +153,7 @@ def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path)
 
 
 @pytest.mark.parametrize("repository", [further(""), "acme/demo"])
-def test_the_line_that_says_how_to_publish_can_be_typed(repository, model, tmp_path, capsys):
+def test_the_printed_publish_command_works(repository, model, tmp_path, capsys):
     card = f'[card]\nrepository = "{repository}"\n' if repository else ""
     spec, out = written(tmp_path, model, Q8, card), tmp_path / "an out"
     said = command(capsys, "release", spec, "-o", out).err
@@ -169,7 +169,7 @@ def test_the_line_that_says_how_to_publish_can_be_typed(repository, model, tmp_p
     assert ran.stdout == f"{repository or 'ORG/NAME'}-GGUF\n"
 
 
-def test_a_gate_that_fails_leaves_the_rest_and_is_not_uploaded(model, tmp_path, capsys):
+def test_a_variant_that_fails_a_gate_is_not_uploaded(model, tmp_path, capsys):
     spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"
     summary = tmp_path / "summary"
@@ -197,7 +197,7 @@ def test_a_gate_that_fails_leaves_the_rest_and_is_not_uploaded(model, tmp_path, 
         release(spec, out).check_gates()
 
 
-def test_all_that_cannot_be_made_are_named_and_nothing_is_written(model, tmp_path, capsys):
+def test_all_invalid_variants_are_named_and_nothing_is_written(model, tmp_path, capsys):
     bad = '[[variant]]\nname = "{}"\nformat = "awq"\nscheme = "int3:g32:sym"\n'
     spec = written(tmp_path, model, INT4, bad.format("one"), bad.format("two"))
     for more in ((), ("--dry-run",)):
@@ -208,7 +208,7 @@ def test_all_that_cannot_be_made_are_named_and_nothing_is_written(model, tmp_pat
         assert {path.name for path in tmp_path.iterdir()} == {"release.toml"}
 
 
-def test_what_is_there_and_something_else_is_kept(model, tmp_path, capsys):
+def test_a_release_refuses_foreign_and_different_outputs(model, tmp_path, capsys):
     spec, out = written(tmp_path, model, Q8), tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("kept")
@@ -233,9 +233,7 @@ def test_what_is_there_and_something_else_is_kept(model, tmp_path, capsys):
     assert SPEC in before
 
 
-def test_a_place_where_no_release_can_lie_is_refused_before_anything_is_made(
-    model, tmp_path, capsys
-):
+def test_an_invalid_release_directory_is_refused_before_work(model, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(model, source)
     spec = written(tmp_path, source, Q8)
@@ -251,7 +249,7 @@ def test_a_place_where_no_release_can_lie_is_refused_before_anything_is_made(
         assert {*tmp_path.rglob("*")} == before
 
 
-def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path):
+def test_overwrite_replaces_only_variants_that_differ(model, tmp_path):
     out = tmp_path / "out"
     release(written(tmp_path, model, RTN4, Q8), out)
     changed = RTN4.replace("int4:g32", "int3:g32")
@@ -264,7 +262,7 @@ def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path)
     assert tree(out) == tree(tmp_path / "anew")
 
 
-def test_provenance_is_of_every_variant_and_listed(model, tmp_path):
+def test_provenance_is_written_for_every_variant_and_listed(model, tmp_path):
     spec, out = written(tmp_path, model, Q8, RTN4), tmp_path / "out"
     release(spec, out)
     with pytest.raises(RefusedError, match="provenance"):

@@ -41,7 +41,7 @@ def typed(capsys, said):
     return command(capsys, "release", *shlex.split(hint.rpartition(": ")[2]))
 
 
-def test_a_directory_in_the_place_of_a_file_is_answered_with_the_file(model, tmp_path, capsys):
+def test_a_directory_as_release_file_gets_a_usable_hint(model, tmp_path, capsys):
     place = tmp_path / "a place"
     place.mkdir()
     for name in ("release.toml", "own.toml"):
@@ -54,7 +54,7 @@ def test_a_directory_in_the_place_of_a_file_is_answered_with_the_file(model, tmp
     assert "holds no .toml file" in empty.err
 
 
-def test_the_directory_of_a_release_is_gone_on_with(model, tmp_path, capsys):
+def test_a_release_directory_argument_gets_a_usable_hint(model, tmp_path, capsys):
     written(tmp_path / "x.toml", model)
     assert command(capsys, "release", "x.toml", "-o", "made").code == 0
     before = tree(tmp_path / "made")
@@ -69,9 +69,7 @@ def test_the_directory_of_a_release_is_gone_on_with(model, tmp_path, capsys):
     ("gone", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"]),
     ("join", [(), ("--join",)]),
 )
-def test_a_file_that_was_deleted_is_made_again_as_the_hint_says(
-    model, tmp_path, capsys, gone, join
-):
+def test_a_deleted_release_file_is_remade_by_the_hint(model, tmp_path, capsys, gone, join):
     written(tmp_path / "x.toml", model, Q8, INT4)
     asked = ("release", "x.toml", "-o", "an out", *join)
     assert command(capsys, *asked).code == 0
@@ -90,7 +88,7 @@ def test_a_file_that_was_deleted_is_made_again_as_the_hint_says(
 
 
 @pytest.mark.parametrize("scored", [further(""), SCORED])
-def test_a_file_that_was_deleted_is_made_again_with_overwrite(model, tmp_path, capsys, scored):
+def test_overwrite_remakes_deleted_release_files(model, tmp_path, capsys, scored):
     written(tmp_path / "x.toml", model, scored, Q8, INT4)
     asked = ("release", "x.toml", "-o", "out")
     assert command(capsys, *asked).code == 0

@@ -46,7 +46,7 @@ def states(place):
     }  # fmt: skip
 
 
-def test_a_directory_with_somebody_s_files_of_our_names_is_no_release(model, tmp_path, capsys):
+def test_a_directory_with_foreign_files_is_not_a_release(model, tmp_path, capsys):
     spec, project = written(tmp_path, model, Q8), tmp_path / "project"
     project.mkdir()
     (project / "release.toml").write_bytes(spec.read_bytes())  # as `-o .` beside the file finds it
@@ -65,14 +65,14 @@ def test_a_directory_with_somebody_s_files_of_our_names_is_no_release(model, tmp
         release(spec, project)
 
 
-def test_what_a_kill_leaves_before_the_first_file_is_no_hindrance(model, tmp_path):
+def test_a_partial_file_of_a_killed_release_does_not_block(model, tmp_path):
     spec, out = written(tmp_path, model, Q8), tmp_path / "out"
     out.mkdir()
     (out / ".release.json.0123abcd.part").touch()
     assert release(spec, out).made == ("q8",)
 
 
-def test_places_that_cannot_be_written_to_are_refused_before_any_work(model, tmp_path):
+def test_unwritable_release_paths_are_refused_before_work(model, tmp_path):
     out = tmp_path / "out"
     release(written(tmp_path, model, Q8), out)
     spec = written(tmp_path, model, Q8, INT4)
@@ -96,7 +96,7 @@ def test_places_that_cannot_be_written_to_are_refused_before_any_work(model, tmp
     assert release(spec, out).made == ("int4",)
 
 
-def test_a_release_that_is_there_stays_as_it_is(model, tmp_path):
+def test_repeating_a_finished_release_touches_no_file(model, tmp_path):
     spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
     release(spec, out)
     before = states(out)
@@ -104,7 +104,7 @@ def test_a_release_that_is_there_stays_as_it_is(model, tmp_path):
     assert states(out) == before
 
 
-def test_another_text_of_the_same_name_is_scored(model, tmp_path):
+def test_a_changed_evaluation_text_is_scored_again(model, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     spec = written(tmp_path, model, Q8, text=text)
     text.write_text("one two three four " * 40)
@@ -117,7 +117,7 @@ def test_another_text_of_the_same_name_is_scored(model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"])
-def test_a_variant_that_was_damaged_is_not_published(name, model, tmp_path):
+def test_a_damaged_variant_is_refused(name, model, tmp_path):
     spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
     release(spec, out)
     data = (out / name).read_bytes()
@@ -131,9 +131,7 @@ def test_a_variant_that_was_damaged_is_not_published(name, model, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"), [(None, "there is no file"), ("short", "nothing to score")]
 )
-def test_a_text_that_cannot_be_scored_is_refused_before_any_work(
-    content, said, model, tmp_path, capsys
-):
+def test_an_unusable_evaluation_text_is_refused_before_work(content, said, model, tmp_path, capsys):
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_text(content)
@@ -146,7 +144,7 @@ def test_a_text_that_cannot_be_scored_is_refused_before_any_work(
     assert {*tmp_path.iterdir()} - {spec} == before - {spec}
 
 
-def test_nothing_is_uploaded_while_a_file_is_missing(model, tmp_path):
+def test_the_upload_script_stops_when_a_file_is_missing(model, tmp_path):
     release(written(tmp_path, model, Q8), tmp_path / "out")
     (tmp_path / "hf").write_text("#!/bin/sh\necho uploaded\n")
     (tmp_path / "hf").chmod(0o755)
@@ -160,7 +158,7 @@ def test_nothing_is_uploaded_while_a_file_is_missing(model, tmp_path):
             (tmp_path / "away").rename(tmp_path / "out/gguf/q8.gguf")
 
 
-def test_the_script_uploads_its_own_directory_wherever_shells_look_for_others(model, tmp_path):
+def test_the_upload_script_ignores_cdpath(model, tmp_path):
     release(written(tmp_path, model, Q8), tmp_path / "out")
     (tmp_path / "others/out").mkdir(parents=True)
     (tmp_path / "hf").write_text("#!/bin/sh\npwd\n")

@@ -59,7 +59,7 @@ ALL = (".provenance.intoto.json", ".bom.cdx.json")
 
 
 @pytest.mark.parametrize("name", ["My-Q4_0.gguf", "blob"])
-def test_a_renamed_file_is_what_its_manifest_speaks_of(result, tmp_path, tiny, name):
+def test_a_renamed_file_is_verified_by_its_manifest(result, tmp_path, tiny, name):
     alone = copied(result, tmp_path / "rn" / name, beside=ALL)
     report = look(alone, tiny("llama"))
     assert not report.findings
@@ -74,7 +74,7 @@ def test_a_renamed_file_is_what_its_manifest_speaks_of(result, tmp_path, tiny, n
     assert not files(look(copied(alone, result.with_name(f"2{name}"), beside=ALL)))
 
 
-def test_what_lies_beside_it_goes_by_its_present_name(result, tmp_path):
+def test_missing_side_files_are_named_after_the_renamed_file(result, tmp_path):
     renamed = copied(result, result.with_name("My.gguf"))
     missing = files(look(renamed))
     assert missing == [
@@ -82,14 +82,14 @@ def test_what_lies_beside_it_goes_by_its_present_name(result, tmp_path):
     ]
 
 
-def test_a_note_says_so_to_people(result, tmp_path, capsys):
+def test_verify_prints_a_note_about_a_renamed_file(result, tmp_path, capsys):
     renamed = copied(result, tmp_path / "rn" / "My.gguf", beside=ALL)
     found = command(capsys, "verify", renamed, "--no-forward")
     assert found.code == 0
     assert "by another name: m-Q4_0.gguf" in found.err
 
 
-def test_a_set_of_numbered_files_is_renamed_as_one(tiny, tmp_path):
+def test_renamed_gguf_parts_are_verified_together(tiny, tmp_path):
     out = tmp_path / "q.gguf"
     quantize(tiny("llama"), out, recipe(**BLOCKS, max_shard_bytes=20000))
     parts = sorted(tmp_path.glob("q-*-of-*.gguf"))
@@ -119,7 +119,7 @@ def test_a_file_that_the_manifest_does_not_list_is_an_error(tiny, tmp_path, resu
     assert files(look(first)) == [(last.name, "is not listed in the manifest")]
 
 
-def test_a_renamed_file_is_reproduced_and_no_neighbour(result, tmp_path, tiny):
+def test_reproduce_of_a_renamed_file_ignores_its_neighbor(result, tmp_path, tiny):
     renamed = copied(result, result.with_name("My.gguf"), beside=ALL)
     assert reproduce(renamed, tiny("llama")).differing == ()
     damaged(renamed)
@@ -138,7 +138,7 @@ def test_a_renamed_directory_is_verified_and_reproduced(tiny, tmp_path):
     assert reproduce(moved, tiny("llama")).differing == ()
 
 
-def test_a_renamed_source_is_the_source(tiny, tmp_path):
+def test_a_renamed_source_is_recognized(tiny, tmp_path):
     plain = tmp_path / "plain.gguf"
     quantize(tiny("llama"), plain, recipe(format="gguf", type="F16"))
     out = tmp_path / "q"

@@ -44,7 +44,7 @@ JOURNAL_FILE = ".out.qf/journal"
 
 
 @pytest.mark.parametrize("join", [False, True])
-def test_a_place_that_is_closed_meanwhile_loses_nothing(model, out, monkeypatch, join):
+def test_a_read_only_output_keeps_finished_work(model, out, monkeypatch, join):
     """A file system that turns read-only, say: it is the place that is wrong, not what was done."""
     wanted = swift(scales="absmax", bits=4) if join else swift("gptq", bits=4)
     told: list[str] = []
@@ -64,7 +64,7 @@ def test_a_place_that_is_closed_meanwhile_loses_nothing(model, out, monkeypatch,
     assert [*filter(None, told)] == ["block 1", "head"]
 
 
-def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_path):
+def test_a_run_killed_at_random_times_writes_the_same_bytes(model, tmp_path):
     wanted = swift("gptq", bits=3)
 
     def work(out: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, cr
         assert tree(place) == tree(reference), part
 
 
-def test_a_run_with_a_journal_of_an_older_schema_is_refused_by_name(model, out):
+def test_a_journal_of_an_older_schema_is_refused(model, out):
     wanted = swift("gptq")
     with pytest.raises(StopError):
         quantize(model, out, wanted, progress=crash_after("block 0"))
@@ -142,9 +142,7 @@ def test_a_run_with_a_journal_of_an_older_schema_is_refused_by_name(model, out):
     ("method", "values"),
     [("awq+gptq", {"bits": 4, "kv_cache": "fp8"}), ("smooth+gptq", {"scheme": "W8A8_STATIC"})],
 )
-def test_ranges_measured_behind_a_transform_do_not_change_what_a_resumed_run_reads(
-    tiny, out, method, values
-):
+def test_resume_after_measured_ranges_writes_the_same_bytes(tiny, out, method, values):
     """The next block reads what the source computes: a transformed one differs in its last bits."""
     model, wanted = tiny("llama"), swift(method, **values)
     quantize(model, out.with_name("m"), wanted)
@@ -176,7 +174,7 @@ def test_resume_with_another_recipe_is_refused(model, out):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_an_overwrite_ends_an_unfinished_run_of_another_recipe(model, out, damaged):
+def test_overwrite_discards_an_unfinished_run_of_another_recipe(model, out, damaged):
     begun(model, out)
     if damaged:
         with (out.parent / JOURNAL_FILE / "journal.jsonl").open("ab") as file:
@@ -194,7 +192,7 @@ def test_an_overwrite_ends_an_unfinished_run_of_another_recipe(model, out, damag
     assert leftovers(out) == {"out", "afresh"}
 
 
-def test_a_person_is_told_of_a_run_that_is_ended(model, out, capsys):
+def test_overwrite_reports_the_discarded_run(model, out, capsys):
     begun(model, out)
     asked = ("--method", "rtn", "--scales", "absmax", "-o", out, "--overwrite")
     ended = command(capsys, "quantize", model, *asked)
@@ -202,12 +200,12 @@ def test_a_person_is_told_of_a_run_that_is_ended(model, out, capsys):
     assert "it is ended, because --overwrite is given" in ended.err
 
 
-def test_an_overwrite_goes_on_with_its_own_run(model, out):
+def test_overwrite_resumes_its_own_run(model, out):
     begun(model, out)
     assert quantize(model, out, swift("gptq"), overwrite=True).resumed
 
 
-def test_resume_with_another_text_is_refused(model, out):
+def test_resume_with_other_calibration_options_is_refused(model, out):
     begun(model, out)
     changed = CalibrationOptions(samples=6, length=24, micro_batch=4, seed=1)
     assert "calibration" in refused(model, out, calibration=changed).message
@@ -226,7 +224,7 @@ def test_resume_with_a_changed_source_is_refused(model, out):
     assert quantize(source, out, swift("gptq")).resumed
 
 
-def test_resume_with_another_importance_is_refused(model, out):
+def test_resume_with_another_imatrix_is_refused(model, out):
     """The file's name is in the recipe; its bytes are what decides."""
     file = out.parent / "m"
     wanted = swift(
@@ -252,7 +250,7 @@ def test_resume_with_another_importance_is_refused(model, out):
     assert quantize(model, place, wanted, imatrix=file).resumed
 
 
-def test_a_changed_byte_of_finished_work_is_found(model, out):
+def test_resume_detects_a_changed_byte_of_finished_work(model, out):
     begun(model, out)
     staged = out.parent / ".out.qf/stage" / "model.safetensors"
     data = bytearray(staged.read_bytes())
@@ -273,7 +271,7 @@ def test_a_damaged_line_of_the_journal_is_refused(model, out):
     assert "damaged" in refused(model, out).message
 
 
-def test_a_line_that_was_cut_short_is_done_again(model, out):
+def test_a_truncated_journal_line_is_redone(model, out):
     begun(model, out)
     journal = out.parent / JOURNAL_FILE / "journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-30])
@@ -283,7 +281,7 @@ def test_a_line_that_was_cut_short_is_done_again(model, out):
     assert tree(out) == tree(reference)
 
 
-def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
+def test_a_journal_without_its_stage_starts_afresh(model, out):
     begun(model, out)
     stage = out.parent / ".out.qf/stage"
     for path in stage.iterdir():
@@ -293,7 +291,7 @@ def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
     assert leftovers(out) == {"out"}
 
 
-def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
+def test_repeating_an_overwrite_killed_after_the_swap_works(model, out, monkeypatch):
     quantize(model, out, swift(bits=8))
     monkeypatch.setattr("quantforge.files.stage.Stage._remove_replaced", crash)
     with pytest.raises(StopError):

@@ -47,7 +47,7 @@ def test_an_existing_output_is_refused_and_untouched(model, out):
     assert leftovers(out) == {"out"}
 
 
-def test_overwrite_leaves_nothing_of_the_old_release(model, out):
+def test_overwrite_leaves_no_file_of_the_old_result(model, out):
     quantize(model, out, recipe(max_shard_bytes=60_000))
     assert len(list(out.glob("*.safetensors"))) > 2
     quantize(model, out, recipe(bits=8), overwrite=True)
@@ -57,7 +57,7 @@ def test_overwrite_leaves_nothing_of_the_old_release(model, out):
     assert leftovers(out) == {"out"}
 
 
-def test_stale_files_in_a_stage_never_get_published(model, out):
+def test_stale_stage_files_are_not_published(model, out):
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq", max_shard_bytes=60_000), progress=crash_after("block 0"))
     for path in (out.parent / JOURNAL_FILE).iterdir():
@@ -77,7 +77,7 @@ def test_an_output_inside_of_the_source_is_refused(model, tmp_path):
     assert tree(source) == before
 
 
-def test_a_busy_output_is_refused_and_the_first_run_is_not_disturbed(model, out):
+def test_a_busy_output_is_refused_without_disturbing_its_run(model, out):
     with Stage(out, overwrite=False, source=model) as held:
         held.write_file("part", b"of the other run")
         with pytest.raises(BusyError) as busy:
@@ -91,7 +91,7 @@ def test_a_busy_output_is_refused_and_the_first_run_is_not_disturbed(model, out)
 # ---- space
 
 
-def test_too_little_space_is_refused_before_the_work(model, out, monkeypatch):
+def test_too_little_space_is_refused_before_quantizing(model, out, monkeypatch):
     for module in ("stage", "disk"):
         monkeypatch.setattr(f"quantforge.files.{module}.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError) as full:
@@ -101,7 +101,7 @@ def test_too_little_space_is_refused_before_the_work(model, out, monkeypatch):
     assert leftovers(out) == set()
 
 
-def test_a_limit_on_file_sizes_leaves_the_old_release(model, out, tmp_path):
+def test_a_file_size_limit_keeps_the_old_result(model, out, tmp_path):
     quantize(model, out, recipe(bits=8))
     before = tree(out)
 
@@ -119,7 +119,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_release(model, out, tmp_path):
     assert tree(out) != before
 
 
-def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatch):
+def test_space_used_by_the_stage_counts_as_available(model, out, monkeypatch):
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
     stage = out.parent / ".out.qf/stage"
@@ -140,7 +140,7 @@ def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatc
         ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"],
     ),
 )
-def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(model, out, value, method, name):
+def test_a_non_finite_weight_is_named_without_leftovers(model, out, value, method, name):
     source = copied(model, out.parent / "m")
     tensors = load_file(source / "model.safetensors")
     tensors[name].view(-1)[37] = value
@@ -153,7 +153,7 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(model, out, val
     assert leftovers(out) == set()
 
 
-def test_a_configuration_that_disagrees_is_refused(model, out):
+def test_a_configuration_that_contradicts_the_tensors_is_refused(model, out):
     source = copied(model, out.parent / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
@@ -167,7 +167,7 @@ def test_a_configuration_that_disagrees_is_refused(model, out):
     assert leftovers(out) == set()
 
 
-def test_a_truncated_file_is_refused(model, out):
+def test_truncated_weights_are_refused(model, out):
     source = copied(model, out.parent / "m")
     with (source / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
@@ -183,7 +183,7 @@ def test_a_quantized_model_is_not_quantized_again(model, out, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "a"])
-def test_calibration_text_that_is_too_short_says_how_much_is_needed(model, out, text):
+def test_too_short_calibration_text_is_refused_with_a_hint(model, out, text):
     file = out.parent / "m"
     file.write_text(text)
     calibration = CalibrationOptions(str(file), samples=6, length=24)
@@ -194,7 +194,7 @@ def test_calibration_text_that_is_too_short_says_how_much_is_needed(model, out, 
     assert leftovers(out) == set()
 
 
-def test_a_substitution_is_planned_counted_and_can_be_refused(tiny, out):
+def test_substitutions_are_counted_and_limited_by_the_policy(tiny, out):
     model = tiny("llama")  # 64 columns: no groups of 128
     layers = 3 * 6
     with pytest.raises(RefusedError, match="substitution") as refused:
@@ -209,7 +209,7 @@ def test_a_substitution_is_planned_counted_and_can_be_refused(tiny, out):
     assert counts["substitution"] == layers == len(done.plan.substitutions)
 
 
-def test_an_event_refused_in_the_middle_can_be_accepted_later(model, out):
+def test_a_run_refused_for_an_event_can_be_allowed_later(model, out):
     wanted = swift("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
     with pytest.raises(RefusedError, match="few-calibration-tokens"):
         quantize(model, out, wanted, policy=Policy(strict=True))
@@ -219,7 +219,7 @@ def test_an_event_refused_in_the_middle_can_be_accepted_later(model, out):
 
 
 @pytest.mark.parametrize(("method", "read"), [("rtn", False), ("gptq", True)])
-def test_calibration_text_is_told_of_where_it_is_read(method, read, model, out):
+def test_progress_mentions_calibration_text_only_when_read(method, read, model, out):
     seen = []
     wanted = swift(method, scales="absmax")
     quantize(model, out, wanted, progress=lambda one: seen.append(one.step))

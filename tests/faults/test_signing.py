@@ -72,7 +72,7 @@ def accepted_by_the_tool(*words: object) -> bool:
     return not ended.value.code
 
 
-def test_a_signature_is_the_only_difference(signed: Path, model: Path, keys: Path) -> None:
+def test_signing_adds_only_the_signature(signed: Path, model: Path, keys: Path) -> None:
     plain = signed.with_name("m")
     quantize(model, plain, recipe(bits=8))
     assert {**tree(plain), DIRECTORY_SIGNATURE: tree(signed)[DIRECTORY_SIGNATURE]} == tree(signed)
@@ -80,7 +80,7 @@ def test_a_signature_is_the_only_difference(signed: Path, model: Path, keys: Pat
     assert leftovers(signed) == {"out"}
 
 
-def test_it_is_checked_by_verify_and_by_the_tool_of_the_library(
+def test_verify_and_model_signing_check_a_signature(
     signed: Path, model: Path, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--no-forward", "--json")
@@ -97,7 +97,7 @@ def test_it_is_checked_by_verify_and_by_the_tool_of_the_library(
     assert not accepted_by_the_tool(*given, keys / "other.pub")
 
 
-def test_every_change_is_found(signed: Path, keys: Path) -> None:
+def test_the_signature_check_detects_every_change(signed: Path, keys: Path) -> None:
     check_signature(signed, keys / "key.pub")
     refused(signed, keys, "sig: it is not by the key .*other.pub", "other.pub")
     for path in sorted(signed.iterdir()):
@@ -119,7 +119,7 @@ def test_every_change_is_found(signed: Path, keys: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "a\\b", 7])
-def test_a_bundle_that_leads_out_of_the_result_is_refused(
+def test_a_signature_bundle_with_outside_paths_is_refused(
     signed: Path, keys: Path, name: object
 ) -> None:
     place = signed / DIRECTORY_SIGNATURE
@@ -134,7 +134,7 @@ def test_a_bundle_that_leads_out_of_the_result_is_refused(
         refused(signed, keys, "is no signature bundle")
 
 
-def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
+def test_a_file_signature_covers_its_side_files_only(
     model: Path, tmp_path: Path, keys: Path
 ) -> None:
     out = tmp_path / "m.gguf"
@@ -156,7 +156,7 @@ def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
     assert not signature_path(out).exists(), "the signature of the release before"
 
 
-def test_a_signature_that_leaves_the_manifest_out_says_so(
+def test_a_signature_without_the_manifest_is_reported(
     model: Path, tmp_path: Path, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one of an earlier version did, or of another tool."""
@@ -172,7 +172,7 @@ def test_a_signature_that_leaves_the_manifest_out_says_so(
     assert f"not covered by the signature: m.gguf{MANIFEST_SUFFIX}" in said.err
 
 
-def test_numbered_files_have_one_signature(model: Path, tmp_path: Path, keys: Path) -> None:
+def test_gguf_parts_share_one_signature(model: Path, tmp_path: Path, keys: Path) -> None:
     quantize(model, tmp_path / "m.gguf", replace(GGUF, max_shard_bytes=100_000), sign=keys / "key")
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 1
@@ -183,7 +183,7 @@ def test_numbered_files_have_one_signature(model: Path, tmp_path: Path, keys: Pa
     refused(parts[0], keys, "sig")
 
 
-def test_a_key_that_cannot_sign_is_refused_before_any_work(
+def test_an_unusable_signing_key_is_refused_before_work(
     model: Path, tmp_path: Path, keys: Path
 ) -> None:
     bad = tmp_path / "m"
@@ -218,7 +218,7 @@ def test_a_key_that_cannot_sign_is_refused_before_any_work(
         check_signature(tmp_path, keys / "key")
 
 
-def test_without_the_library(
+def test_signing_without_model_signing_is_refused(
     model: Path, out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An export asks for it as a quantization does, and only where a key is named."""

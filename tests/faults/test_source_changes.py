@@ -96,7 +96,7 @@ def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_weights_that_are_edited_under_a_run_are_noticed(
+def test_weights_edited_during_a_run_are_detected(
     sources: Callable[[str], Path], tmp_path: Path, case: str
 ) -> None:
     kind, tensor, part, wanted = WEIGHTS[case]
@@ -111,7 +111,7 @@ def test_weights_that_are_edited_under_a_run_are_noticed(
     assert quantize(source, out, wanted).resumed
 
 
-def test_weights_that_are_edited_under_an_export_are_noticed(
+def test_weights_edited_during_an_export_are_detected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "m"
@@ -142,7 +142,7 @@ def digest(path: Path) -> str:
     ("name", "part"),
     [("tokenizer.json", "outer"), ("generation_config.json", "block 1"), ("LICENSE", "head")],
 )
-def test_side_files_are_those_that_were_digested(
+def test_side_files_edited_during_a_run_are_copied_as_digested(
     model: Path, tmp_path: Path, name: str, part: str
 ) -> None:
     source, out = copied(model, tmp_path / "m"), tmp_path / "out"
@@ -157,7 +157,7 @@ def test_side_files_are_those_that_were_digested(
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 @pytest.mark.parametrize("wanted", [recipe(), GGUF], ids=["directory", "file"])
-def test_what_was_planned_with_is_what_is_digested(
+def test_side_files_edited_after_the_plan_are_detected(
     model: Path, tmp_path: Path, name: str, wanted: object
 ) -> None:
     """Replaced between the plan and the digest: the plan was of another model."""
@@ -173,7 +173,7 @@ def test_what_was_planned_with_is_what_is_digested(
     assert leftovers(out) == set()
 
 
-def test_a_header_that_is_edited_after_the_plan_is_noticed(model: Path, tmp_path: Path) -> None:
+def test_a_header_edited_after_the_plan_is_detected(model: Path, tmp_path: Path) -> None:
     source, out = copied(model, tmp_path / "m"), tmp_path / "out"
     file = source / "model.safetensors"
     data = file.read_bytes()
@@ -190,7 +190,7 @@ def test_a_header_that_is_edited_after_the_plan_is_noticed(model: Path, tmp_path
     assert leftovers(out) == set()
 
 
-def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
+def test_an_imatrix_edited_during_its_read_is_detected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, known = tmp_path / "imatrix", {"read": 0}
@@ -214,7 +214,7 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
     ("size", "chunks"),
     [(0, 1024), (1, 1024), (65_536, 1024), (65_537, 1024), (200_000, 1024), (200_000, 2)],
 )
-def test_a_seal_knows_every_byte(
+def test_checksums_cover_every_byte(
     tmp_path: Path, size: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksums, "_MAX_CHUNKS", chunks)
@@ -256,7 +256,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
+def test_checksums_are_small_and_reads_touch_few_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its states are few for any size; of a huge file they are more, so that a chunk is never large."""
@@ -281,7 +281,7 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
     ("workers, kept", [(1, 4), (3, 40)]),
     ("large", [1, 1 << 20]),
 )
-def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
+def test_sequential_checked_reads_read_each_byte_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     chunks: int,
@@ -319,7 +319,7 @@ def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
         assert taken(known, file, 0, 5009) is None
 
 
-def test_a_file_that_ends_while_it_is_digested_is_noticed(
+def test_a_file_truncated_during_its_digest_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -333,7 +333,7 @@ def test_a_file_that_ends_while_it_is_digested_is_noticed(
         compute_checksums(path, tmp_path)
 
 
-def test_rows_and_tensors_are_compared_on_every_reading(model: Path, tmp_path: Path) -> None:
+def test_every_read_of_rows_and_tensors_is_checked(model: Path, tmp_path: Path) -> None:
     source = copied(model, tmp_path / "m")
     opened = open_checkpoint(source)
     file = source / "model.safetensors"

@@ -98,7 +98,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
         (UnitOutput, "finish", signal.SIGKILL), (release_module, "_score_and_write", signal.SIGCONT),
     ],
 )  # fmt: skip
-def test_who_waits_for_a_release_says_who_was_stopped(
+def test_waiting_for_a_release_names_the_stopped_process(
     model: Path, tmp_path: Path, stopped: Stopped, whole: dict[str, str], place: object, name: str,
     number: signal.Signals,
 ) -> None:  # fmt: skip
@@ -114,7 +114,7 @@ def test_who_waits_for_a_release_says_who_was_stopped(
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
-def test_who_waits_for_a_result_says_who_was_stopped(
+def test_waiting_for_a_result_names_the_stopped_process(
     model: Path, out: Path, stopped: Stopped, number: signal.Signals
 ) -> None:
     wanted = swift(scales="absmax", bits=4)
@@ -130,7 +130,7 @@ def test_who_waits_for_a_result_says_who_was_stopped(
     assert whole == tree(out.with_name("plain"))
 
 
-def test_nothing_is_said_of_one_that_works(
+def test_no_message_about_a_live_worker(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes longer than one that is not heard of is waited for."""
@@ -154,7 +154,7 @@ def test_nothing_is_said_of_one_that_works(
     assert "has not responded" not in said.read_text()
 
 
-def test_a_process_of_another_version_does_not_take_part(
+def test_a_process_of_another_version_is_refused(
     model: Path, tmp_path: Path, stopped: Stopped, whole: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_process_of_another_version_does_not_take_part(
     assert tree(out) == whole
 
 
-def test_the_lock_of_a_version_that_notes_more_is_a_lock(tmp_path: Path) -> None:
+def test_a_lock_with_unknown_fields_is_respected(tmp_path: Path) -> None:
     held = lock.Lock(tmp_path / ".out.qf")
     held.acquire()
     path = tmp_path / ".out.qf" / lock.LOCK_FILE

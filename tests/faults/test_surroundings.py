@@ -40,7 +40,7 @@ def in_child(work: Callable[[], object], place: Path) -> None:
     assert code == 0, errors.read_text()
 
 
-def test_clocks_that_run_backward_change_nothing(
+def test_backward_clocks_do_not_change_the_output(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize(tiny("llama"), tmp_path / "a", recipe("gptq", bits=4))
@@ -52,7 +52,7 @@ def test_clocks_that_run_backward_change_nothing(
 
 
 @pytest.mark.parametrize("home", [None, "/nonexistent"])
-def test_no_home_is_needed(
+def test_quantize_works_without_a_home_directory(
     home: str | None, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
@@ -63,7 +63,7 @@ def test_no_home_is_needed(
     assert command(capsys, "verify", tmp_path / "out", "--source", tiny("llama")).code == 0
 
 
-def test_a_path_of_4000_bytes(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_output_path_of_4000_bytes_works(tiny: Tiny, tmp_path: Path) -> None:
     place = tmp_path
     while len(bytes(place)) < 3700:
         place /= "ü" * 100
@@ -78,7 +78,7 @@ def test_a_path_of_4000_bytes(tiny: Tiny, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model-00002-of-00003.safetensors", "config.json", "tokenizer.json", "."]
 )
-def test_a_file_that_may_not_be_read_is_named(
+def test_an_unreadable_file_is_named(
     name: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with TemporaryDirectory() as public:
@@ -101,7 +101,7 @@ def test_a_file_that_may_not_be_read_is_named(
 
 
 @pytest.mark.thorough
-def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path: Path) -> None:
+def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Path) -> None:
     """Where torch fills new memory with the largest numbers and NaN, the same bytes come out."""
     model = tiny("llama")
 
@@ -124,7 +124,7 @@ def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path:
 
 
 @pytest.mark.parametrize("method", [further("rtn"), "gptq"])
-def test_the_planned_peak_and_a_fifth_of_it_are_room_enough(
+def test_a_run_fits_into_120_percent_of_planned_memory(
     method: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""

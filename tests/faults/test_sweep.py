@@ -26,7 +26,7 @@ def swept(model, out, over, **options):
     return sweep(model, over, out, measured=MEASURED, **{**ROWS, **options})
 
 
-def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(model, tmp_path):
+def test_sweep_results_match_their_commands_and_existing_ones_stay(model, tmp_path):
     over = {"bits": ["3", "4"], "method": ["gptq", "rtn"]}
     first = swept(model, tmp_path / "s", {**over, "bits": ["4"]})
     before = (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns
@@ -45,7 +45,7 @@ def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(mode
 
 
 @each_value(("left", [(), ("journal",)]), ("overwrite", [False, True]))
-def test_a_result_beside_what_a_killed_run_has_left_is_kept(model, tmp_path, left, overwrite):
+def test_a_sweep_keeps_a_result_beside_a_killed_run(model, tmp_path, left, overwrite):
     out, over = tmp_path / "s", {"type": ["Q8_0"], "method": ["rtn"]}
     path = swept(model, out, over).results["Q8_0-rtn"]
     before, run = path.stat().st_mtime_ns, run_folder(path)
@@ -58,7 +58,7 @@ def test_a_result_beside_what_a_killed_run_has_left_is_kept(model, tmp_path, lef
     assert not run.exists()
 
 
-def test_a_result_that_was_cut_is_not_kept(model, tmp_path):
+def test_a_truncated_sweep_result_is_refused(model, tmp_path):
     swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
     file = tmp_path / "s/bits4/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -66,7 +66,7 @@ def test_a_result_that_was_cut_is_not_kept(model, tmp_path):
         swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
 
 
-def test_what_a_format_does_not_hold_is_left_out_and_refused_when_strict(model, tmp_path):
+def test_combinations_a_format_cannot_hold_are_skipped_or_refused(model, tmp_path):
     over = {"scheme": ["int4:g32:asym", "int3:g32:asym"], "format": ["awq", "compressed-tensors"]}
     found = swept(model, tmp_path / "s", over, method="rtn")
     assert [*found.left_out] == ["int3-g32-asym-awq"]
@@ -88,7 +88,7 @@ def test_what_a_format_does_not_hold_is_left_out_and_refused_when_strict(model, 
         further({"bits": [3, 8]}, {"method": "rtn", "engine": "vllm"}, {"bits3": "4 or 8 bits"}),
     ],
 )  # fmt: skip
-def test_what_a_method_or_an_engine_does_not_take_is_left_out(
+def test_combinations_a_method_or_engine_rejects_are_skipped(
     model, tmp_path, over, options, left_out
 ):
     found = swept(model, tmp_path / "s", over, **options)
@@ -115,7 +115,7 @@ def test_what_a_method_or_an_engine_does_not_take_is_left_out(
         ({"bits": [3, 4]}, {"scheme": "int4:g32:sym"}, UsageError, "^--bits and --scheme are both"),
     ],
 )  # fmt: skip
-def test_what_no_combination_can_have_is_the_error_of_quantize(
+def test_options_invalid_in_every_combination_raise_the_quantize_error(
     model, tmp_path, over, options, error, words
 ):
     with pytest.raises(error, match=words):
@@ -123,16 +123,14 @@ def test_what_no_combination_can_have_is_the_error_of_quantize(
     assert not (tmp_path / "s").exists()
 
 
-def test_numbered_files_are_refused_before_any_work(model, tmp_path):
+def test_a_sweep_refuses_split_gguf_files_before_work(model, tmp_path):
     over = {"type": ["Q4_0", "Q8_0"]}
     with pytest.raises(RefusedError, match=r"2 of 2 .*Q8_0: its file would be split into \d"):
         swept(model, tmp_path / "s", over, method="rtn", max_shard_bytes=20000)
     assert not (tmp_path / "s").exists()
 
 
-def test_a_place_where_no_results_can_lie_is_refused_before_anything_is_made(
-    model, tmp_path, capsys
-):
+def test_an_invalid_sweep_directory_is_refused_before_work(model, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(model, source)
     (tmp_path / "file").touch()
@@ -151,7 +149,7 @@ def test_a_place_where_no_results_can_lie_is_refused_before_anything_is_made(
         assert {*tmp_path.rglob("*")} == before
 
 
-def test_a_name_is_made_of_values():
+def test_combination_names_are_made_of_option_values():
     found = combinations({"bits": ["2"], "scales": ["search"], "embedding": ["int8:row", "keep"]})
     assert found == {
         "bits2-search-int8-row": {"bits": 2, "scales": "search", "embedding": "int8:row"},
@@ -178,13 +176,13 @@ MEANINGLESS: list[tuple[dict[str, Any], type[QuantForgeError], str]] = [
 ]
 
 
-def test_a_grid_that_means_nothing_is_refused():
+def test_an_invalid_sweep_grid_is_refused():
     for grid, error, words in MEANINGLESS:
         with pytest.raises(error, match=words):
             combinations(grid)
 
 
-def test_what_is_fixed_and_varied_is_refused(model, tmp_path):
+def test_an_option_both_fixed_and_varied_is_refused(model, tmp_path):
     with pytest.raises(UsageError, match="--bits is given too"):
         swept(model, tmp_path / "s", {"bits": [3, 4]}, bits=4)
     with pytest.raises(UsageError, match="--bits and --scheme are both given"):
@@ -192,7 +190,7 @@ def test_what_is_fixed_and_varied_is_refused(model, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsys, monkeypatch):
+def test_the_sweep_command_prints_results_and_next_step(model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = ("sweep", model, "--over", "bits=4", "--over", "method=rtn", "--windows", 2)
     rows = ("--samples", 4, "--length", 16, "--window-length", 16)
@@ -216,9 +214,7 @@ def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsy
     assert "unknown method" in typo.err
 
 
-def test_a_report_that_cannot_be_written_does_not_cost_the_table(
-    model, tmp_path, capsys, monkeypatch
-):
+def test_a_failed_report_write_still_prints_the_table(model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = ("sweep", model, "--over", "bits=4", "--method", "rtn", "--windows", 2)

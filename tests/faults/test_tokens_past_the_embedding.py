@@ -94,7 +94,7 @@ def evaluate_tasks(model, pairs):
 
 
 @pytest.mark.parametrize("name", ENTRANCES)
-def test_every_entrance_names_the_token_the_rows_and_the_place(name, model, text, tmp_path):
+def test_every_verb_names_the_token_without_an_embedding(name, model, text, tmp_path):
     call, place = ENTRANCES[name]
     with pytest.raises(InputError, match=PAST) as refused:
         call(model, text, tmp_path / "out")
@@ -103,7 +103,7 @@ def test_every_entrance_names_the_token_the_rows_and_the_place(name, model, text
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_token_all_is_as_ever_and_verify_warns(model, rounded):
+def test_without_the_token_generation_works_and_verify_warns(model, rounded):
     report = verify(rounded, model)
     assert [(one.check, one.severity) for one in report.findings] == [("vocabulary", "warning")]
     assert f"'<image>' (id {VOCABULARY})" in report.findings[0].detail
@@ -122,7 +122,7 @@ def test_a_warning_fails_only_with_strict(rounded, capsys):
         assert first.startswith("warning: model.embed_tokens.weight: ")
 
 
-def test_a_template_that_writes_the_token(model, tmp_path):
+def test_a_chat_template_that_writes_the_token_is_refused(model, tmp_path):
     always = edited(model, tmp_path / "m", lambda it: None)
     (always / "chat_template.jinja").write_text("<image>{{ messages[0].content }}")
     with pytest.raises(InputError, match=PAST):
@@ -130,7 +130,7 @@ def test_a_template_that_writes_the_token(model, tmp_path):
     assert api.generate(always, "hello", raw=True, max_tokens=1)
 
 
-def test_a_token_that_begins_every_text_is_refused_and_one_that_ends_them_is_none(model, tmp_path):
+def test_such_a_bos_token_is_refused_and_eos_is_ignored(model, tmp_path):
     config = json.loads((model / "tokenizer_config.json").read_text())
     both = edited(model, tmp_path / "m", lambda it: None)
     ends = {**config, "eos_token": "<image>"}
@@ -143,7 +143,7 @@ def test_a_token_that_begins_every_text_is_refused_and_one_that_ends_them_is_non
 
 
 @pytest.mark.parametrize("values", [{}, {"special": False}, {"id": VOCABULARY + 7}])
-def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
+def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
     source = edited(tiny("llama-tied"), tmp_path / "m", lambda it: add_token(it, **values))
     found = api.export(
         str(source), Recipe(type="F32", format="gguf"), tmp_path / "x.gguf", Settings()
@@ -160,7 +160,7 @@ def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
     assert max(ids) < VOCABULARY
 
 
-def test_roles_of_tokens_that_are_left_out(tiny, tmp_path):
+def test_dropped_pad_token_has_no_key_and_bos_is_refused(tiny, tmp_path):
     """One that pads or ends texts has no key; one that is put before every text is refused."""
     source = edited(tiny("llama-tied"), tmp_path / "m", add_token)
     place = source / "tokenizer_config.json"

@@ -44,7 +44,7 @@ def _planned(model, folder, *bits, method="gptq"):
 
 
 @pytest.mark.thorough
-def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp_path):
+def test_variants_match_separate_commands_even_after_a_stop(model, tmp_path):
     alone, together, stopped = (tmp_path / name for name in ("alone", "together", "stopped"))
     alone.mkdir()
     for name, wanted in _recipes().items():
@@ -74,7 +74,7 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     assert tree(stopped) == tree(alone)
 
 
-def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
+def test_a_group_closes_its_stages_when_it_ends(model, tmp_path):
     carried_out, groups = variants.run_group, []
 
     def noting(group):
@@ -87,7 +87,7 @@ def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
     assert [len(outs) for outs in groups] == [4, 1]
 
 
-def test_what_exists_is_refused_before_work_on_any(model, tmp_path):
+def test_an_existing_variant_output_is_refused_before_work(model, tmp_path):
     place = tmp_path / "folder/int3"
     place.mkdir(parents=True)
     (place / "mine").write_text("kept")
@@ -96,7 +96,7 @@ def test_what_exists_is_refused_before_work_on_any(model, tmp_path):
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["int3"]
 
 
-def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
+def test_a_process_takes_half_of_the_open_variants(model, tmp_path):
     first, second = (
         variants._Queue(planned.jobs, planned.files, Settings(join=True))
         for planned in (_planned(model, tmp_path, 2, 3, 4, 8) for _ in range(2))
@@ -106,7 +106,7 @@ def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
         assert [*second.take(two)] == ["4"]
 
 
-def test_the_share_goes_with_the_work_of_all_variants(model, tmp_path):
+def test_the_progress_share_covers_all_variants(model, tmp_path):
     told = []
     recipes = {str(bits): swift("gptq", bits=bits) for bits in (2, 3, 4, 8)}
     recipes["plain"] = swift("rtn", bits=8)
@@ -122,7 +122,7 @@ def test_the_share_goes_with_the_work_of_all_variants(model, tmp_path):
     assert widest < 0.2  # it neither stands nor jumps
 
 
-def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothing(model, tmp_path):
+def test_waiting_progress_follows_other_processes_without_an_estimate(model, tmp_path):
     told, there = [], set()
 
     def listen(report):

@@ -71,7 +71,7 @@ def held(out: Path) -> int:
 
 
 @pytest.mark.parametrize("verb", ["quantize", "export"])
-def test_the_room_that_is_asked_for_is_what_the_result_takes(
+def test_required_space_matches_the_size_of_the_result(
     model: Path, quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Side files included, and not much more: a disk with room for the result is enough."""
@@ -90,7 +90,7 @@ def test_the_room_that_is_asked_for_is_what_the_result_takes(
     assert held(out) + MEGABYTE // 2 < needed < held(out) + MEGABYTE * 3 // 2
 
 
-def test_hidden_states_on_disk_are_room_too(
+def test_required_space_includes_hidden_states_on_disk(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
@@ -112,7 +112,7 @@ def test_hidden_states_on_disk_are_room_too(
     assert plain == asked(lambda: quantize(model, places[3], recipe(scales="absmax")), monkeypatch)
 
 
-def test_a_plan_says_what_memory_hidden_states_take(model: Path) -> None:
+def test_planned_memory_includes_hidden_states(model: Path) -> None:
     wanted = swift("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
     memory = api.plan(str(model), wanted)
     disk = api.plan(str(model), wanted, Settings(activations="disk"))
@@ -137,7 +137,7 @@ def nothing(done: Progress) -> None:
         (f"m.gguf{MANIFEST_SUFFIX}", {}),
     ],
 )
-def test_names_beside_a_file_are_looked_at_before_the_work(
+def test_existing_side_files_are_refused_before_work(
     model: Path, tmp_path: Path, name: str, settings: dict[str, bool]
 ) -> None:
     (tmp_path / name).write_text("mine")
@@ -147,14 +147,14 @@ def test_names_beside_a_file_are_looked_at_before_the_work(
     assert {path.name for path in tmp_path.iterdir()} == {name}
 
 
-def test_names_that_are_not_to_come_do_not_stand_in_the_way(model: Path, tmp_path: Path) -> None:
+def test_side_files_that_will_not_be_written_do_not_block(model: Path, tmp_path: Path) -> None:
     for name in ("m.Modelfile", f"m.gguf.{STATEMENT}", f"m.gguf.{BILL}"):
         (tmp_path / name).write_text("mine")
     quantize(model, tmp_path / "m.gguf", GGUF)
     assert (tmp_path / "m.Modelfile").read_text() == "mine"
 
 
-def test_a_modelfile_is_for_files(model: Path, out: Path) -> None:
+def test_modelfile_needs_a_gguf_output(model: Path, out: Path) -> None:
     with pytest.raises(UsageError, match="Ollama reads GGUF"):
         quantize(model, out, recipe(), modelfile=True, progress=nothing)
     assert leftovers(out) == set()
@@ -162,7 +162,7 @@ def test_a_modelfile_is_for_files(model: Path, out: Path) -> None:
     assert "m.gguf" in out.with_name("m.Modelfile").read_text()
 
 
-def test_threads_are_those_that_were_asked_for(
+def test_the_requested_number_of_threads_is_set(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noted and not set: a process with a pool of threads cannot be forked by other tests."""
@@ -172,7 +172,7 @@ def test_threads_are_those_that_were_asked_for(
     assert 3 in asked
 
 
-def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
+def test_a_side_file_changed_before_its_copy_is_detected(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(model, out.with_name("m"))
@@ -205,7 +205,7 @@ def finished(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings
             quantize(model, out, recipe(scales="absmax"), **settings)
 
 
-def test_only_the_very_same_command_finds_that_it_is_done(
+def test_only_the_identical_command_accepts_a_finished_result(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(model, out, monkeypatch)
@@ -224,7 +224,7 @@ def test_only_the_very_same_command_finds_that_it_is_done(
         quantize(model, out, recipe(scales="absmax"))
 
 
-def test_a_result_without_its_journal_is_not_taken_for_this_run(
+def test_a_result_without_its_journal_is_refused(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(model, out, monkeypatch)
@@ -233,7 +233,7 @@ def test_a_result_without_its_journal_is_not_taken_for_this_run(
         quantize(model, out, recipe(scales="absmax"))
 
 
-def test_an_overwrite_makes_the_result_again(
+def test_overwrite_of_a_finished_result_keeps_foreign_files(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(model, out, monkeypatch)
@@ -242,7 +242,7 @@ def test_an_overwrite_makes_the_result_again(
         quantize(model, out, recipe(scales="absmax"), overwrite=True)
 
 
-def test_a_manifest_of_an_older_schema_is_refused_by_name(model: Path, out: Path) -> None:
+def test_a_manifest_of_an_older_schema_is_refused(model: Path, out: Path) -> None:
     quantize(model, out, recipe(scales="absmax"))
     path = out / "quantforge.manifest.json"
     document = json.loads(path.read_text())
@@ -263,7 +263,7 @@ def test_a_manifest_of_an_older_schema_is_refused_by_name(model: Path, out: Path
 # ---- what is passed on
 
 
-def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> None:
+def test_an_export_records_its_lineage(quantized: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     export(quantized, first, format="gptq", allow_inexact=True)
     export(first, second, allow_inexact=True)
@@ -282,7 +282,7 @@ def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> 
     assert (manifest.read_manifest(tmp_path / "third") or {})["lineage"] == {}
 
 
-def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: Path) -> None:
+def test_the_hub_revision_of_the_source_is_recorded(model: Path, tmp_path: Path) -> None:
     place = tmp_path / "models--org--name/snapshots" / ("a1" * 20)
     place.parent.mkdir(parents=True)
     found = describe_source(open_checkpoint(copied(model, place)))
@@ -291,14 +291,12 @@ def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: P
     assert set(found["files"]) == {path.name for path in place.iterdir()}
 
 
-def test_engines_are_asked_about_quantized_models_only(model: Path, quantized: Path) -> None:
+def test_engine_formats_apply_to_quantized_models_only(model: Path, quantized: Path) -> None:
     assert find_loadable_format(str(model), "vllm", 1) is None
     assert find_loadable_format(str(quantized), "vllm", 1) == "compressed-tensors"
 
 
-def test_a_quantized_model_is_quantized_again_on_request_only(
-    quantized: Path, model: Path, tmp_path: Path
-) -> None:
+def test_export_requantizes_only_on_request(quantized: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
     wanted = {"type": "Q4_0", "format": "gguf"}
     with pytest.raises(RefusedError, match="second quantization"):
@@ -310,7 +308,7 @@ def test_a_quantized_model_is_quantized_again_on_request_only(
     assert "requantized" not in {event.kind for event in again.events}
 
 
-def test_what_is_not_quantized_is_unpacked_or_quantized(model: Path, tmp_path: Path) -> None:
+def test_export_of_an_unquantized_model_copies_or_quantizes(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "plain", format="plain")
     export(model, tmp_path / "packed", format="compressed-tensors", bits=8, scales="absmax")
     config = {
@@ -334,7 +332,9 @@ def test_an_index_is_written_for_several_files(model: Path, out: Path, shards: i
 
 
 @pytest.mark.parametrize("suffix", ["", ".gguf"])
-def test_statements_stand_in_or_beside_a_result(model: Path, tmp_path: Path, suffix: str) -> None:
+def test_provenance_files_lie_in_or_beside_the_result(
+    model: Path, tmp_path: Path, suffix: str
+) -> None:
     out = tmp_path / f"m{suffix}"
     quantize(model, out, GGUF if suffix else recipe(), provenance=True)
     prefix = tmp_path / "m.gguf." if suffix else out / "_"
@@ -350,7 +350,7 @@ def test_nested_configurations_are_untied_too() -> None:
     }
 
 
-def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_quantized_head_unties_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
     quantize(tiny("llama-tied"), tmp_path / "own", recipe(lm_head="int8:g32:sym", scales="absmax"))
     quantize(tiny("llama-tied"), tmp_path / "tied", recipe(scales="absmax"))
     configs = [
@@ -359,7 +359,7 @@ def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Pa
     assert [config["tie_word_embeddings"] for config in configs] == [False, True]
 
 
-def test_a_disk_that_is_too_small_is_told_before_an_export(
+def test_too_little_space_is_refused_before_an_export(
     quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: 1000)
@@ -379,7 +379,7 @@ def test_diff_of_an_exact_export_finds_nothing(model, tmp_path):
     assert api.diff(tmp_path / "q", tmp_path / "mlx").files == ["config.json"]
 
 
-def test_a_gguf_file_is_not_exported_into_a_gguf_file(model, tmp_path):
+def test_exporting_gguf_to_gguf_is_refused(model, tmp_path):
     made = tmp_path / "m.gguf"
     quantize(model, made, recipe(type="Q4_K_M", format="gguf", scales="absmax"))
     with pytest.raises(RefusedError, match="of that format already") as refused:

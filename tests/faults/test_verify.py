@@ -338,7 +338,7 @@ def test_a_defect_is_found_and_named(name, made, source, tmp_path):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_what_is_healthy_has_no_findings(base, made, source):
+def test_healthy_artifacts_have_no_findings(base, made, source):
     report = verify(made(base), source(BASES[base][0]))
     assert said(report) == []
     assert report.tensors
@@ -346,7 +346,7 @@ def test_what_is_healthy_has_no_findings(base, made, source):
     assert said(look(made(base))) == []
 
 
-def test_gains_that_grow_with_depth_are_in_order_without_a_source(tmp_path):
+def test_norm_gains_that_grow_with_depth_pass(tmp_path):
     demo = Path(__file__).parents[2] / "models" / "demo"
     model = copied(demo, tmp_path / "rising")
 
@@ -380,7 +380,7 @@ ODD_WEIGHTS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", ODD_WEIGHTS)
-def test_odd_weights_of_a_source_are_no_finding(name, source, tmp_path):
+def test_unusual_source_weights_pass(name, source, tmp_path):
     model = copied(source("llama-wide"), tmp_path / "odd")
     places = [*(f"{linear}.weight" for linear in (Q, K, V, GATE, UP, DOWN))]
     tensors(lambda found: [ODD_WEIGHTS[name](found[place]) for place in places])(model)
@@ -390,7 +390,7 @@ def test_odd_weights_of_a_source_are_no_finding(name, source, tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1.0, -1.0, 2.0])
-def test_blocks_of_the_source_may_be_copies_of_others(factor, source, tmp_path):
+def test_duplicated_source_blocks_pass(factor, source, tmp_path):
     """As depth up-scaling makes them, some with a factor: then their codes or scales are the same bit for bit."""
     model = copied(source("llama-wide"), tmp_path / "copies")
 
@@ -406,7 +406,7 @@ def test_blocks_of_the_source_may_be_copies_of_others(factor, source, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_columns_of_zeros_take_any_factor(method, source, tmp_path):
+def test_zero_columns_pass_with_any_folded_factor(method, source, tmp_path):
     model = copied(source("llama-wide"), tmp_path / "dead")
     dead = [Q, K, V, GATE, UP, DOWN]
     tensors(lambda found: [found[f"{name}.weight"][:, ::7].zero_() for name in dead])(model)
@@ -416,7 +416,7 @@ def test_columns_of_zeros_take_any_factor(method, source, tmp_path):
     assert said(look(tmp_path / "q", model)) == []
 
 
-def test_without_a_source_no_check_with_a_finding_is_among_the_skipped(made, tmp_path):
+def test_every_check_is_listed_once_without_a_source(made, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()
     element(f"{DOWN}.weight_packed", put_all(0x77777777))(model)
@@ -428,7 +428,7 @@ def test_without_a_source_no_check_with_a_finding_is_among_the_skipped(made, tmp
 
 
 @pytest.mark.parametrize("base", ["folded", "blocks"])
-def test_matrices_and_gains_that_are_zero_are_no_finding(base, source, tmp_path):
+def test_zero_matrices_and_gains_pass(base, source, tmp_path):
     """As depth up-scaling makes them."""
     family, values = BASES[base]
     model, out = copied(source(family), tmp_path / "zero"), tmp_path / made_name(base)
@@ -444,7 +444,7 @@ def test_matrices_and_gains_that_are_zero_are_no_finding(base, source, tmp_path)
     assert said(look(out)) == []
 
 
-def test_scales_of_small_rows_that_are_rounded_too_are_in_order(tmp_path):
+def test_double_quantized_scales_of_small_rows_pass(tmp_path):
     demo = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
     quantize(demo, tmp_path / "q", recipe(scheme="nf4:g64:sym:double", scales="absmax"))
     assert said(verify(tmp_path / "q", demo)) == []
@@ -483,14 +483,14 @@ HEALTHY: dict[str, dict[str, Any]] = {
         "mlx",
     ),
 )
-def test_no_method_and_no_format_looks_damaged(name, source, tmp_path):
+def test_every_method_and_format_passes(name, source, tmp_path):
     model = source("llama-wide")
     quantize(model, tmp_path / "m", recipe(**HEALTHY[name]))
     assert said(look(tmp_path / "m", model)) == []
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", further("phi3")])
-def test_folds_of_other_families_are_understood(family, source, tmp_path):
+def test_folded_factors_of_other_families_pass(family, source, tmp_path):
     model = source(family)
     quantize(model, tmp_path / "m", recipe("awq", scheme="int4:g32:sym"))
     report = look(tmp_path / "m", model)
@@ -498,7 +498,7 @@ def test_folds_of_other_families_are_understood(family, source, tmp_path):
     assert report.tensors
 
 
-def test_a_channel_whose_outliers_were_clipped_still_cancels(made, source, tmp_path):
+def test_a_channel_with_clipped_outliers_passes(made, source, tmp_path):
     """Its fitted factor is too small. A wrong factor of the same channel is found all the same."""
     original = copied(source("llama-wide"), tmp_path / "source")
     model = copied(made("folded"), tmp_path / "m")
@@ -519,7 +519,7 @@ def test_a_channel_whose_outliers_were_clipped_still_cancels(made, source, tmp_p
     }
 
 
-def test_a_model_that_was_trained_passes_at_few_bits(tmp_path):
+def test_a_trained_model_passes_at_3_bits(tmp_path):
     model = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
     quantize(model, tmp_path / "m", swift("awq", scheme="int3:g64:sym"))
     assert said(look(tmp_path / "m", model)) == []
@@ -552,7 +552,7 @@ def places(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
-def test_no_configuration_breaks_it(base, made, tmp_path):
+def test_odd_quantization_configs_raise_no_python_error(base, made, tmp_path):
     """Whatever stands in ``quantization_config``: findings or silence, never an error of Python."""
     model = copied(made(base), tmp_path / "m")
     (model / NAME).unlink()
@@ -572,7 +572,7 @@ def test_no_configuration_breaks_it(base, made, tmp_path):
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', "\x00"]
 )
-def test_a_tokenizer_that_is_none_is_told(content, made, source, tmp_path):
+def test_an_invalid_tokenizer_is_a_finding(content, made, source, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()
     (model / TOKENIZER).write_text(content)
@@ -616,15 +616,13 @@ def test_files_are_compared_with_the_manifest(name, made, tmp_path):
     assert [item.where for item in report.findings if item.check == "manifest"] == [where]
 
 
-def test_the_card_may_change(made, tmp_path):
+def test_an_edited_model_card_passes(made, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / "README.md").write_text("with figures")
     assert said(look(model)) == []
 
 
-def test_another_configuration_and_a_larger_divergence_are_seen_in_the_logits(
-    made, source, tmp_path
-):
+def test_the_logits_check_finds_configuration_and_scale_errors(made, source, tmp_path):
     model, original = copied(made("folded"), tmp_path / "m"), source("llama-wide")
     (model / NAME).unlink()
     document(CONFIG, lambda config: config.update(rms_norm_eps=0.1))(model)
@@ -638,7 +636,7 @@ def test_another_configuration_and_a_larger_divergence_are_seen_in_the_logits(
     assert ("logits", Severity.WARNING) in {(item.check, item.severity) for item in found}
 
 
-def test_the_first_result_that_a_reader_makes_passes(tmp_path):
+def test_a_tuned_gptq_result_of_the_demo_passes(tmp_path):
     demo = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
     quantize(demo, tmp_path / "q", recipe("gptq", scheme="int4:g128:sym", tune=2))
     assert said(verify(tmp_path / "q", demo)) == []
@@ -646,7 +644,7 @@ def test_the_first_result_that_a_reader_makes_passes(tmp_path):
     assert said(verify(tmp_path / "q", demo)) == []
 
 
-def test_a_source_with_fewer_blocks_is_told(made, source, tmp_path):
+def test_a_source_with_fewer_blocks_is_reported(made, source, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()
     shorter = first_blocks(copied(source("llama-wide"), tmp_path / "shorter"), 1)
@@ -658,7 +656,7 @@ def test_a_source_with_fewer_blocks_is_told(made, source, tmp_path):
 
 
 @pytest.mark.parametrize("family", usual(("llava_next", "fuyu", "lfm3"), "llava_next"))
-def test_names_in_files_that_the_running_model_does_not_have(family, tmp_path):
+def test_undeclared_families_with_renamed_tensors_are_verified(family, tmp_path):
     """Of a family without declarations, artifact and source are matched in the same way, whatever can be derived."""
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
@@ -674,7 +672,7 @@ def test_names_in_files_that_the_running_model_does_not_have(family, tmp_path):
         assert {item.where for item in found} == {gain}
 
 
-def test_a_family_that_compares_embeddings_after_its_blocks(tmp_path):
+def test_a_gemma4_model_is_verified(tmp_path):
     source = tiny_families.write("gemma4_unified", tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
     report = verify(tmp_path / "q", source)
@@ -683,7 +681,7 @@ def test_a_family_that_compares_embeddings_after_its_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("family", usual(("blip-2", "kosmos-2"), "kosmos-2"))
-def test_a_family_that_needs_pictures_is_not_run(family, tmp_path):
+def test_logits_are_skipped_for_models_that_need_images(family, tmp_path):
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
     report = verify(tmp_path / "q", source)
@@ -693,7 +691,7 @@ def test_a_family_that_needs_pictures_is_not_run(family, tmp_path):
     assert {item.severity for item in report.findings} <= {Severity.WARNING}
 
 
-def test_a_copy_of_the_source_is_no_result(source):
+def test_a_copy_of_the_source_warns_that_nothing_is_quantized(source):
     model = source("llama-wide")
     assert said(look(model)) == []
     assert [(item.check, item.severity) for item in look(model, model).findings] == [
@@ -701,7 +699,7 @@ def test_a_copy_of_the_source_is_no_result(source):
     ]
 
 
-def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
+def test_the_verify_command_exits_with_5_and_lists_findings(made, tmp_path, capsys):
     model = copied(made("folded"), tmp_path / "m")
     sound = command(capsys, "verify", model, "--no-forward", "--json")
     (model / "notes.txt").write_text("x")
@@ -714,14 +712,14 @@ def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
     assert found["skipped"]["quantization-error"].startswith("no source")
 
 
-def test_an_engine_that_cannot_load_it_is_a_finding(made):
+def test_an_engine_that_cannot_load_the_artifact_is_a_finding(made):
     report = look(made("zeros"), engine="vllm")
     assert [item.check for item in report.findings] == ["engine"]
     with pytest.raises(UsageError, match="unknown engine"):
         look(made("zeros"), engine="vlmm")
 
 
-def test_an_engine_is_judged_by_the_one_that_it_is_made_of(made):
+def test_an_engine_alias_has_the_verdict_of_its_engine(made):
     """Every engine of `quantize --for` is one of `verify --for`."""
     model = made("zeros")
     for engine, target in TARGETS.items():
@@ -730,11 +728,11 @@ def test_an_engine_is_judged_by_the_one_that_it_is_made_of(made):
         assert all(item.where == engine for item in found.findings if item.check == "engine")
 
 
-def test_what_is_not_there_is_a_wrong_argument(tmp_path, capsys):
+def test_verify_of_a_missing_path_exits_with_3(tmp_path, capsys):
     assert command(capsys, "verify", tmp_path / "nowhere" / "m").code == 3
 
 
-def test_what_is_nowhere_is_refused_before_libraries_are_loaded(monkeypatch, tmp_path):
+def test_missing_paths_are_refused_before_imports(monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules["quantforge.api.verify"], "check_device", pytest.fail)
     for path, source in ((tmp_path / "nothing", None), (tmp_path, tmp_path / "nothing")):
         with pytest.raises(InputError):

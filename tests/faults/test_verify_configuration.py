@@ -71,7 +71,7 @@ def judged(own: Document, other: Document, tensors: dict[str, str] | None = None
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_what_transformers_saves_means_the_same(name):
+def test_files_saved_by_transformers_pass(name):
     released = RELEASED[name]
     assert judged(saved(released), released) == []
     assert judged(released, saved(released)) == []
@@ -119,7 +119,7 @@ IGNORED = {"_name_or_path", "transformers_version", "qwen2 sliding_window", "mul
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_every_changed_or_added_key_is_found(name):
+def test_every_changed_or_added_configuration_key_is_found(name):
     config = RELEASED[name]
     for path in places(config):
         value: Any = config
@@ -133,7 +133,7 @@ def test_every_changed_or_added_key_is_found(name):
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_missing_key_is_found_if_transformers_reads_something_else_without_it(name):
+def test_a_missing_key_is_found_if_its_default_differs(name):
     config = RELEASED[name]
     whole = saved(config)
     for key in config.keys() - MAY_GO:
@@ -160,7 +160,7 @@ ADDED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("key", ADDED)
-def test_an_added_key_is_an_error_if_a_loader_obeys_it(key):
+def test_an_added_key_is_an_error_if_loaders_use_it(key):
     config = RELEASED["mistral"]
     value, severity = ADDED[key]
     found = judged({**config, key: value}, config)
@@ -168,12 +168,12 @@ def test_an_added_key_is_an_error_if_a_loader_obeys_it(key):
     assert severity == "error" or not any(item.startswith("error") for item in found)
 
 
-def test_a_built_in_kind_of_attention_loads_no_code():
+def test_a_built_in_attention_implementation_passes():
     config = RELEASED["mistral"]
     assert judged({**config, "_attn_implementation": "sdpa"}, config) == []
 
 
-def test_an_older_spelling_beside_the_newer_has_to_say_the_same():
+def test_older_and_newer_key_spellings_must_agree():
     config = saved(RELEASED["llama"])
     scaling = RELEASED["llama"]["rope_scaling"]
     assert judged({**config, "rope_theta": 5e5}, config) == []
@@ -184,20 +184,20 @@ def test_an_older_spelling_beside_the_newer_has_to_say_the_same():
     assert judged({**config, "rope_scaling": {**scaling, "factor": 2.0}}, config)
 
 
-def test_a_null_is_the_same_as_nothing_only_without_a_default():
+def test_null_equals_absent_only_without_a_default():
     config = RELEASED["mistral"]  # its window is null, the default of the family 4096
     assert judged({**config, "pad_token_id": None}, config) == []
     assert judged({key: config[key] for key in config if key != "sliding_window"}, config)
 
 
-def test_a_head_that_was_quantized_by_itself_may_be_untied():
+def test_a_separately_quantized_head_may_be_untied():
     config = RELEASED["llama"]
     own = {**config, "tie_word_embeddings": False}
     assert judged(own, config)
     assert judged(own, config, {"lm_head.weight_packed": "I32"}) == []
 
 
-def test_a_configuration_that_transformers_cannot_read_is_compared_as_it_stands():
+def test_an_unreadable_configuration_is_compared_literally():
     config = {**RELEASED["llama"], "model_type": "of_nobody", "width": 3}
     assert judged({**config, "use_cache": True}, config) == []
     assert judged({**config, "width": 4}, config)[0].startswith("error")
@@ -205,7 +205,7 @@ def test_a_configuration_that_transformers_cannot_read_is_compared_as_it_stands(
     assert any("num_attention_heads = 'x'" in item for item in judged(own, RELEASED["llama"]))
 
 
-def test_no_value_of_an_artifact_is_printed_raw():
+def test_configuration_values_are_printed_escaped_and_short():
     config = RELEASED["llama"]
     for own in ({**config, "x\x1b[2J\u202e": "a\x07b\u2066"}, {**config, "vocab_size": 10**400}):
         text = "".join(judged(own, config))

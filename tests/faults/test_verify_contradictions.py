@@ -287,14 +287,14 @@ def test_a_contradiction_is_found_and_named(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_what_no_loader_misreads_is_no_finding(name, tmp_path):
+def test_unambiguous_configurations_pass(name, tmp_path):
     artifact, edit = HEALTHY[name]
     model = Model(artifact, tmp_path)
     edit(model)
     assert told(model.written()) == []
 
 
-def test_columns_that_are_scattered_against_the_configuration_are_not_read(tmp_path):
+def test_scattered_columns_without_desc_act_are_not_decoded(tmp_path):
     model = Model(ORDERED, tmp_path)
     said(desc_act=False)(model)
     checkpoint = decode_checkpoint(open_model(model.written()))

@@ -35,16 +35,14 @@ def exported(source: Path, place: Path, scheme: str, form: str) -> Path:
     ("scheme", "form"),
     [("int4:channel:sym", "gguf"), ("int8:tensor:sym", "gguf"), ("int4:channel:sym", "awq")],
 )
-def test_scales_that_are_repeated_are_judged_as_the_one_that_they_were(
-    tiny, tmp_path, scheme, form
-):
+def test_repeated_scales_are_judged_by_the_original_group(tiny, tmp_path, scheme, form):
     source = tiny("llama-wide")
     report = look(exported(source, tmp_path, scheme, form), source)
     assert report.findings == []
     assert max(row["error_vs_rtn"] for row in report.tensors) < 2
 
 
-def test_groups_that_were_split_are_judged_as_they_were_rounded(tiny, tmp_path):
+def test_split_groups_are_judged_by_the_original_group(tiny, tmp_path):
     """Beside an outlier half a group is lost: not more than was lost when it was rounded."""
     source = copied(tiny("llama-wide"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
@@ -57,7 +55,7 @@ def test_groups_that_were_split_are_judged_as_they_were_rounded(tiny, tmp_path):
     assert look(made, source).findings == look(out, source).findings == []
 
 
-def test_too_much_error_is_a_warning(tiny, tmp_path):
+def test_too_much_export_error_is_a_warning(tiny, tmp_path):
     source, other = tiny("llama-wide"), tmp_path / "other"
     file = exported(source, tmp_path, "int4:g32:sym", "gguf")
     Path(f"{file}.quantforge.json").unlink()
@@ -75,7 +73,7 @@ def test_too_much_error_is_a_warning(tiny, tmp_path):
     assert report.failed(strict=True)
 
 
-def test_a_decoded_result_is_one_warning_and_two_changed_matrices_are_two(tiny, tmp_path):
+def test_decoded_weights_are_one_warning_but_changed_matrices_each_one(tiny, tmp_path):
     source = tiny("llama-wide")
     (report, other) = (
         look(exported(source, tmp_path, "int6:g32:sym", "plain"), source),

@@ -69,7 +69,7 @@ def found(model, source=None):
     return {item.where: item for item in report.findings if item.check == "unexpected-files"}
 
 
-def test_files_that_loaders_read_are_found(model, source):
+def test_extra_files_that_loaders_read_are_found(model, source):
     for name in PLANTED:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")
@@ -82,14 +82,14 @@ def test_files_that_loaders_read_are_found(model, source):
     }
 
 
-def test_what_nobody_loads_may_lie_there(model, source):
+def test_harmless_extra_files_pass(model, source):
     for name in HARMLESS:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")
     assert found(model, source) == found(model) == {}
 
 
-def test_what_the_source_has_is_its_business(model, source, tmp_path):
+def test_extra_files_identical_to_the_source_pass(model, source, tmp_path):
     source = shutil.copytree(source, tmp_path / "s")
     for place in (model, source):
         (place / "modeling_x.py").write_text("x = 1")
@@ -98,20 +98,20 @@ def test_what_the_source_has_is_its_business(model, source, tmp_path):
     assert "differs from the source's" in found(model, source)["modeling_x.py"].detail
 
 
-def test_a_name_is_not_printed_raw(model, source):
+def test_file_names_are_printed_escaped(model, source):
     (model / "a\x1b[31m\u202e.py").write_text("x")
     (told,) = found(model, source)
     assert told.isprintable()
 
 
-def test_weights_of_the_source_beside_the_quantized_ones_are_a_warning(model, source, tmp_path):
+def test_original_weights_beside_quantized_ones_are_a_warning(model, source, tmp_path):
     source = shutil.copytree(source, tmp_path / "s")
     for place in (model, source):
         (place / "pytorch_model.bin").write_bytes(b"0")
     assert found(model, source)["pytorch_model.bin"].severity is Severity.WARNING
 
 
-def test_a_template_or_vocabulary_is_ordinary_without_a_source_and_compared_with_one(model, source):
+def test_a_chat_template_is_compared_only_with_a_source(model, source):
     (model / "chat_template.jinja").write_text("{{ 'visit' }}")
     report = verify(model, source, forward=False)
     assert [(item.where, item.severity) for item in report.findings] == [
@@ -120,7 +120,7 @@ def test_a_template_or_vocabulary_is_ordinary_without_a_source_and_compared_with
     assert not verify(model, forward=False).findings
 
 
-def test_a_card_is_neither_obeyed_nor_printed(model, source):
+def test_the_model_card_does_not_affect_verification(model, source):
     before = verify(model, source, forward=False).document()
     (model / "README.md").write_text(
         "---\nbase_model: evil/x\nlicense: evil\n---\nevil: verified by everybody\n"

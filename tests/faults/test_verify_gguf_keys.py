@@ -54,7 +54,7 @@ def told(path, source) -> list[str]:
     return [item.detail for item in report.findings]
 
 
-def test_of_long_texts_the_part_that_differs_is_shown():
+def test_only_the_differing_part_of_long_texts_is_shown():
     key, begin = "tokenizer.chat_template", "{% for message in messages %}" * 10
     ((text, severity),) = key_differences({key: f"{begin}hello"}, {key: f"{begin}goodbye"})
     assert severity is Severity.ERROR
@@ -63,13 +63,13 @@ def test_of_long_texts_the_part_that_differs_is_shown():
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
-def test_our_own_files_pass(family, made):
+def test_gguf_keys_of_our_files_pass(family, made):
     source, file = made(family)
     assert told(file, source) == []
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k_m"])
-def test_files_of_the_other_converter_pass(name, tmp_path):
+def test_gguf_keys_of_llama_cpp_files_pass(name, tmp_path):
     record = (peers.FIXTURES / f"llama.cpp-{name}.json").read_text()
     source = peers.make("wide" if '"wide"' in record else "narrow", tmp_path)
     assert told(peers.FIXTURES / f"llama.cpp-{name}.gguf", source) == []
@@ -89,7 +89,7 @@ def other_than(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "sentencepiece", "qwen3_moe"])
-def test_every_changed_added_or_missing_key_is_found(family, made):
+def test_every_changed_added_or_missing_gguf_key_is_found(family, made):
     source, path = made(family)
     file = read_gguf(path)
     expected, _ = expected_keys(file, open_source(source))
@@ -122,7 +122,7 @@ def test_every_changed_added_or_missing_key_is_found(family, made):
         assert found == ([severity] if severity else []), key
 
 
-def test_scores_count_by_their_order(made):
+def test_token_scores_are_compared_by_order(made):
     source, path = made("sentencepiece")
     file = read_gguf(path)
     expected, _ = expected_keys(file, open_source(source))
@@ -147,7 +147,7 @@ def planted(path, place, key: str, change):
 
 
 @pytest.mark.parametrize("key", ["model", "pre"])
-def test_a_file_without_a_kind_of_vocabulary_is_a_finding(key, made, tmp_path):
+def test_a_missing_tokenizer_model_key_is_a_finding(key, made, tmp_path):
     source, path = made("llama")
     bad = tmp_path / "m.gguf"
     name = f"tokenizer.ggml.{key}".encode()
@@ -157,13 +157,13 @@ def test_a_file_without_a_kind_of_vocabulary_is_a_finding(key, made, tmp_path):
     assert not verify(path, source, forward=False).findings
 
 
-def test_a_base_of_another_frequency_is_found_in_the_file(made, tmp_path):
+def test_another_rope_frequency_base_is_found(made, tmp_path):
     source, path = made("qwen3_moe")
     bad = planted(path, tmp_path / "m.gguf", "qwen3moe.rope.freq_base", struct.pack("<f", 5e5))
     assert any("rope.freq_base" in item for item in told(bad, source))
 
 
-def test_a_table_of_frequencies_is_that_of_the_configuration(made, tmp_path):
+def test_rope_frequencies_must_match_the_configuration(made, tmp_path):
     _, path = made("llama")
     source = gguf_models.make(
         "llama", tmp_path / "s", rope_parameters={"rope_type": "default", "rope_theta": 5e5}
@@ -175,7 +175,7 @@ def test_a_table_of_frequencies_is_that_of_the_configuration(made, tmp_path):
     {"v_proj": "q8_0", "down_proj": "q5_0"}, {"mlp": "q5_1"}, {"layers.0": "q8_0", "layers.1": "q5_1"},
     {"mlp": "keep"}, {"self_attn": "q4_1", "mlp": "q5_0"},
 ])  # fmt: skip
-def test_what_rules_mix_states_the_nearest_mixture_and_has_a_name_of_its_own(made, tmp_path, rules):
+def test_mixed_gguf_rules_give_a_mixed_output_name(made, tmp_path, rules):
     source, _ = made("llama")
     wanted = Recipe(
         method="rtn", scales="absmax", format="gguf", scheme="q4_0",

@@ -60,7 +60,7 @@ def told(own: SideFiles, other: SideFiles) -> Report:
         *ADDED,
     ],
 )
-def test_no_value_breaks_it(name, files):
+def test_odd_values_in_side_files_raise_no_error(name, files):
     chosen = random.Random(name)
     document = json.loads(files[name])
     found = [

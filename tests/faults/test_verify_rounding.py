@@ -89,7 +89,7 @@ def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> l
     ("text", SCHEMES),
     ("search", [True, False]),
 )
-def test_plain_rounding_is_in_order(text, search):
+def test_rtn_passes(text, search):
     weight, inputs = matrix()
     found = rounded(weight, scheme_of(text), search=search)
     assert problems(found, weight, inputs) == []
@@ -99,7 +99,7 @@ def test_plain_rounding_is_in_order(text, search):
 @pytest.mark.parametrize(
     "text", ["int2:g32:asym", "int3:g64:sym", "int4:g64:sym", "int4:g64:min", "int8:row:sym"]
 )
-def test_errors_that_make_up_for_each_other_are_in_order(text):
+def test_gptq_passes(text):
     """GPTQ moves weights further than rounding does, and the outputs less."""
     weight, inputs = matrix()
     scheme = scheme_of(text)
@@ -177,14 +177,14 @@ DEFECTS: dict[str, tuple[Change, tuple[str, ...]]] = {
         for text in texts
     ],
 )
-def test_a_defect_is_out_of_its_limit(name, text):
+def test_a_rounding_defect_exceeds_its_limit(name, text):
     weight, inputs = matrix()
     found = rounded(weight, scheme_of(text))
     assert problems(found, weight, inputs) == []
     assert problems(DEFECTS[name][0](found), weight, inputs) != []
 
 
-def test_weights_that_were_rounded_down_are_told_where_no_error_is_large():
+def test_weights_rounded_down_are_found_despite_small_errors():
     weight, inputs = matrix()
     found = rounded(weight, scheme_of("int4:g64:sym"))
     up = found.decode() > weight
@@ -197,7 +197,7 @@ def test_weights_that_were_rounded_down_are_told_where_no_error_is_large():
     assert "not rounded to nearest" in text
 
 
-def test_columns_are_charged_with_what_they_alone_do():
+def test_a_destroyed_column_dominates_the_column_errors():
     """A destroyed column is nearly all of the error; what others make up for is no fault of a column."""
     weight, inputs = matrix()
     found = rounded(weight, scheme_of("int4:g64:sym"))
@@ -214,14 +214,14 @@ def rolled(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("text", ["int2:g64:sym", "int3:g64:sym"])
-def test_plain_rounding_of_flat_weights_makes_no_group_too_long(text):
+def test_rtn_of_uniform_weights_passes(text):
     weight = 2 * torch.rand(64, 256, generator=torch.Generator().manual_seed(1)) - 1
     found = rounded(weight, scheme_of(text), search=False)
     assert problems(found, weight, None) == []
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_what_is_zero_may_stay_zero(scale):
+def test_zero_rows_columns_and_matrices_pass(scale):
     """Rows, columns and whole matrices of zeros; beside them others may be large or small."""
     weight, inputs = matrix()
     for place in ((EVERY, slice(32, 96)), (slice(0, 48), EVERY), (EVERY, EVERY)):
@@ -230,7 +230,7 @@ def test_what_is_zero_may_stay_zero(scale):
         assert problems(found, weight * scale, inputs) == []
 
 
-def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
+def test_gptq_of_weights_on_the_grid_passes():
     """Plain rounding loses nothing of them; GPTQ moves them as it moves any."""
     weight, inputs = matrix()
     scheme = scheme_of("int4:g64:sym")
@@ -251,7 +251,7 @@ def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
         for at, text in enumerate(SCHEMES)
     ],
 )
-def test_weights_of_three_values_are_in_order(text, search):
+def test_ternary_weights_pass(text, search):
     """Plain rounding may lose nothing of them, where another scale of 8 bits loses a few percent."""
     weight, inputs = matrix()
     weight = 0.2393 * weight.sign() * (weight.abs() > weight.abs().mean())
@@ -259,7 +259,7 @@ def test_weights_of_three_values_are_in_order(text, search):
     assert problems(found, weight, inputs) == []
 
 
-def test_one_damaged_group_is_told_where_all_others_are_the_nearest():
+def test_one_damaged_group_is_located():
     weight, inputs = matrix()
     found = rounded(weight, scheme_of("int4:g64:sym"))
     for change, proven in ((scaled((7, slice(1, 2)), 1.5), False), (codes(rolled), True)):
@@ -270,7 +270,7 @@ def test_one_damaged_group_is_told_where_all_others_are_the_nearest():
         assert damage[1] is proven
 
 
-def test_static_inputs_have_the_range_of_the_source(tmp_path):
+def test_input_scales_must_match_the_range_of_the_source(tmp_path):
     weight, inputs = matrix()
     peaks = inputs.abs().amax(0)
     seen = LayerInputs({"w": Statistics(peaks=peaks, sample=inputs)})
@@ -297,7 +297,7 @@ def test_static_inputs_have_the_range_of_the_source(tmp_path):
             assert len(report.findings) == wrong, (grid, share)
 
 
-def test_caches_have_the_range_of_the_source():
+def test_cache_scales_must_match_the_range_of_the_source():
     seen = CachePeaks()
     keys = torch.randn(1, 2, 5, 8)
     seen.update(keys, 3 * keys)
@@ -309,7 +309,7 @@ def test_caches_have_the_range_of_the_source():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_head"])
-def test_any_scale_covers_keys_that_are_zero(kind):
+def test_any_cache_scale_passes_for_zero_keys(kind):
     seen = CachePeaks()
     values = torch.randn(1, 2, 5, 8)
     seen.update(torch.zeros_like(values), values)
@@ -317,14 +317,14 @@ def test_any_scale_covers_keys_that_are_zero(kind):
 
 
 @pytest.mark.parametrize("text", usual(SCHEMES, *KINDS))
-def test_without_a_source_nothing_is_odd_about_plain_rounding(text):
+def test_rtn_passes_without_a_source(text):
     weight, _ = matrix()
     weight[:, 5] = 0  # a column that never learned anything
     found = rounded(weight, scheme_of(text))
     assert [*anomalies(found, found.decode())] == []
 
 
-def test_without_a_source_constant_codes_are_odd():
+def test_constant_codes_are_found_without_a_source():
     weight, _ = matrix()
     found = rounded(weight, scheme_of("int4:g64:sym"))
     for place, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
@@ -335,7 +335,7 @@ def test_without_a_source_constant_codes_are_odd():
 @pytest.mark.parametrize(
     "text", ["int4:g64:sym", "nvfp4", "mxfp4", "mxfp8", "q4_k", "nf4:g64:sym:double"]
 )
-def test_without_a_source_one_scale_that_is_far_too_large_is_odd(text):
+def test_one_huge_scale_is_found_without_a_source(text):
     """Whatever the scale is stored as: here the weights of a group are what it makes of them."""
     weight, _ = matrix()
     found = rounded(weight, scheme_of(text))
@@ -345,7 +345,7 @@ def test_without_a_source_one_scale_that_is_far_too_large_is_odd(text):
     assert [check for check, _ in anomalies(found, value)] == ["scale"]
 
 
-def test_one_exponent_that_is_far_too_large_is_odd():
+def test_one_huge_exponent_is_found_without_a_source():
     """Of types whose scales are powers of two, the exponent is what is stored."""
     weight, _ = matrix()
     weight[:60] = 0  # more than half of all groups have no scale to speak of
@@ -356,7 +356,7 @@ def test_one_exponent_that_is_far_too_large_is_odd():
         assert [check for check, _ in anomalies(bad, bad.decode())] == ["scale"]
 
 
-def test_gains_may_grow_with_depth_and_one_that_is_off_by_one_is_told():
+def test_norm_gain_off_by_one_is_found_but_growth_passes():
     for count in (1, 2, 4, 7, 24):
         rising = torch.linspace(0.05, 3, count).tolist()
         assert not any(off_by_one(rising, index) for index in range(count))

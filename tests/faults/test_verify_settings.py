@@ -41,7 +41,7 @@ def told(model) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(peers.FIXTURES.glob("*/")), ids=lambda path: path.name)
-def test_files_of_other_tools_do_not_contradict_themselves(path):
+def test_files_of_other_tools_have_no_contradictions(path):
     assert told(path) == []
 
 
@@ -67,7 +67,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_contradicts_the_rest_is_found(name, model):
+def test_contradicting_side_files_are_found(name, model):
     place = model("gptqmodel-v1")
     file, values, part = PLANTED[name]
     document(place, file.removeprefix("?"), **values)
@@ -84,7 +84,7 @@ def contradictions(quantization: Any, **files: Any) -> int:
     return len(report.findings)
 
 
-def test_a_second_description_has_to_say_the_same():
+def test_a_second_quantization_config_must_agree():
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     older = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM", "dataset": "x"}
     assert contradictions(config, quant_config=older) == 0
@@ -93,14 +93,14 @@ def test_a_second_description_has_to_say_the_same():
     assert contradictions({**config, "quant_method": ["x"]}) == 0
 
 
-def test_what_a_loader_would_do_to_the_weights_is_found():
+def test_a_sparsity_config_is_found():
     assert contradictions({"sparsity_config": {"format": "dense"}}) == 0
     assert contradictions({"sparsity_config": {"format": "sparse-24-bitmask"}}) == 1
     assert contradictions({"sparsity_config": None}) == 0
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_without_a_source_keys_that_load_code_are_a_warning(tmp_path, name):
+def test_auto_map_without_a_source_is_a_warning(tmp_path, name):
     model = shutil.copytree(peers.FIXTURES / "llmc-w4a16-gptq", tmp_path / "m")
     document = json.loads((model / name).read_text())
     (model / name).write_text(json.dumps({**document, "auto_map": {"AutoConfig": "x.X"}}))

@@ -43,7 +43,7 @@ def near(tiny, tmp_path):
     return other
 
 
-def test_another_source_is_an_error_that_names_both(tiny, tmp_path, near):
+def test_another_source_is_an_error_naming_both(tiny, tmp_path, near):
     source = tiny("llama-wide")
     out = made(source, tmp_path / "q")
     (text,) = sources(report := look(out, near))
@@ -60,7 +60,7 @@ def test_another_source_is_an_error_that_names_both(tiny, tmp_path, near):
     assert sources(look(out, made(source, tmp_path / "q8", scheme="int8:g32:sym")))
 
 
-def test_what_is_beside_the_weights_and_the_name_do_not_matter(tiny, tmp_path):
+def test_a_moved_source_with_another_card_passes(tiny, tmp_path):
     out = made(tiny("llama-wide"), tmp_path / "q")
     moved = tmp_path / "elsewhere"
     shutil.copytree(tiny("llama-wide"), moved)
@@ -84,7 +84,7 @@ def cut(source: Path, place: Path) -> Path:
     return place
 
 
-def test_the_same_weights_in_other_files_are_a_warning_that_says_so(tiny, tmp_path, near):
+def test_resharded_source_weights_are_a_warning(tiny, tmp_path, near):
     source = tiny("llama-wide")
     out = made(source, tmp_path / "q")
     report = look(out, cut(source, tmp_path / "two"))
@@ -99,7 +99,7 @@ def test_the_same_weights_in_other_files_are_a_warning_that_says_so(tiny, tmp_pa
     assert f"{tiny('llama').name} has different weights" in sources(look(out, tiny("llama")))[0]
 
 
-def test_a_snapshot_of_the_hub_is_the_source_and_named_as_there(tiny, tmp_path):
+def test_a_hub_snapshot_is_recognized_as_the_source(tiny, tmp_path):
     source, out = tiny("llama-wide"), made(tiny("llama-wide"), tmp_path / "q")
     repository = tmp_path / "models--org--wide"
     snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
@@ -120,7 +120,7 @@ def test_a_snapshot_of_the_hub_is_the_source_and_named_as_there(tiny, tmp_path):
     assert "org/wide has different weights" in sources(look(out, snapshot))[0]
 
 
-def test_each_file_is_digested_once_however_long_the_chain(tiny, tmp_path, monkeypatch):
+def test_each_source_file_is_digested_once(tiny, tmp_path, monkeypatch):
     source = tiny("llama-wide")
     out, again, file = made(source, tmp_path / "q"), tmp_path / "gptq", tmp_path / "q.gguf"
     export(out, out=again, format="gptq", allow_inexact=True)
@@ -137,7 +137,7 @@ def test_each_file_is_digested_once_however_long_the_chain(tiny, tmp_path, monke
     assert digested.count(source / "model.safetensors") == 1
 
 
-def test_an_export_has_what_it_was_made_from_and_the_origin(tiny, tmp_path, near):
+def test_an_export_accepts_its_parent_and_original_source(tiny, tmp_path, near):
     source = tiny("llama-wide")
     out = made(source, tmp_path / "q", scheme="int4:g32:sym")
     blocks = tmp_path / "q.gguf"
@@ -149,7 +149,7 @@ def test_an_export_has_what_it_was_made_from_and_the_origin(tiny, tmp_path, near
     assert f" or {source.name} (SHA-256 " in text
 
 
-def test_nothing_else_is_compared_with_another_model(tiny, tmp_path):
+def test_other_checks_are_skipped_for_a_wrong_source(tiny, tmp_path):
     out = made(tiny("llama-wide"), tmp_path / "q")
     for other in ("llama", "qwen2"):
         report = look(out, tiny(other))
@@ -165,7 +165,7 @@ def test_nothing_else_is_compared_with_another_model(tiny, tmp_path):
     assert len(look(out, tiny("llama")).findings) > 1  # nobody said what it was made from
 
 
-def test_each_kind_of_finding_is_listed_up_to_a_number(tiny, tmp_path, capsys):
+def test_similar_findings_are_abbreviated_in_text_output(tiny, tmp_path, capsys):
     out = made(tiny("llama-wide"), tmp_path / "q")
     document = json.loads((out / NAME).read_text())
     gone = {f"gone-{n:02}": {"bytes": 1, "sha256": "0"} for n in range(25)}
@@ -179,7 +179,7 @@ def test_each_kind_of_finding_is_listed_up_to_a_number(tiny, tmp_path, capsys):
     assert len(every) == 25
 
 
-def test_without_manifest_and_source_only_the_structure_is_verified(tiny, tmp_path, capsys):
+def test_without_manifest_and_source_only_structure_is_verified(tiny, tmp_path, capsys):
     source, out = tiny("llama-wide"), made(tiny("llama-wide"), tmp_path / "q")
     options = ("--no-forward", "-q")
     assert command(capsys, "verify", out, *options).out.endswith("\nverified\n")
@@ -193,7 +193,7 @@ def test_without_manifest_and_source_only_the_structure_is_verified(tiny, tmp_pa
         assert json.loads(ended.out)["structure_only"] is only
 
 
-def test_a_source_that_was_made_from_the_artifact_is_said_once(tiny, tmp_path):
+def test_swapped_result_and_source_are_reported_once(tiny, tmp_path):
     source = tiny("llama-wide")
     out = made(source, tmp_path / "q")
     report = look(source, out)
@@ -207,7 +207,7 @@ def test_a_source_that_was_made_from_the_artifact_is_said_once(tiny, tmp_path):
     )
 
 
-def test_without_digests_the_check_is_skipped(tiny, tmp_path, near):
+def test_the_source_check_is_skipped_without_digests(tiny, tmp_path, near):
     out = made(tiny("llama-wide"), tmp_path / "q")
     place = out / NAME
     document = json.loads(place.read_text())

@@ -48,7 +48,7 @@ def ignored(place: Path) -> list[str]:
     return list(config["quantization_config"]["ignore"])
 
 
-def test_mixed_schemes_of_q_k_v_are_an_error_only_where_an_engine_joins_them(tiny, tmp_path):
+def test_mixed_qkv_schemes_are_an_error_only_for_fusing_engines(tiny, tmp_path):
     plain = made(tiny("llama-wide"), tmp_path / "q")
     tensors = load_file(plain / "model.safetensors")
     source = load_file(tiny("llama-wide") / "model.safetensors")
@@ -62,12 +62,12 @@ def test_mixed_schemes_of_q_k_v_are_an_error_only_where_an_engine_joins_them(tin
         assert "k_proj not quantized" in item.detail
 
 
-def test_a_list_of_exceptions_that_every_loader_gets_wrong_is_an_error(tiny, tmp_path):
+def test_ignoring_a_packed_layer_is_an_error(tiny, tmp_path):
     out = made(tiny("llama-wide"), tmp_path / "q")
     assert found(look(edit(out, ignore=[*ignored(out), K]))) == [("ignore-list", K, ERROR)]
 
 
-def test_a_list_that_loaders_read_differently_is_a_warning(tiny, tmp_path):
+def test_an_ignore_list_read_differently_is_a_warning(tiny, tmp_path):
     """GPTQModel obeys ``dynamic``, optimum only ``modules_in_block_to_quantize``."""
     out = made(tiny("llama-wide"), tmp_path / "q", format="gptq", ignore=("*down_proj",))
     names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -87,7 +87,7 @@ def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("scales", [True, False])
-def test_a_model_whose_cache_alone_is_quantized_is_no_finding(scales, tiny, tmp_path):
+def test_a_model_with_only_a_quantized_cache_passes(scales, tiny, tmp_path):
     """llm-compressor writes such models: 16-bit weights, no groups, and scales of keys and values."""
     out = made(tiny("llama-wide"), tmp_path / "q", scheme="FP8_DYNAMIC", kv_cache="fp8")
     place = shutil.copytree(tiny("llama-wide"), tmp_path / "cache")
@@ -106,7 +106,7 @@ def test_a_model_whose_cache_alone_is_quantized_is_no_finding(scales, tiny, tmp_
     assert checks == (set() if scales else {"nothing-quantized"})
 
 
-def test_threads_of_the_command_reach_torch(tiny, capsys, monkeypatch):
+def test_the_threads_option_reaches_torch(tiny, capsys, monkeypatch):
     numbers = []
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     assert command(capsys, "verify", tiny("llama"), "--threads", "1", "--no-forward").code == 0
@@ -126,7 +126,7 @@ def names_of(place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("source", [True, False])
-def test_a_tensor_that_another_tower_lacks_is_an_error(source, tiny, tmp_path):
+def test_a_missing_vision_tensor_is_an_error(source, tiny, tmp_path):
     model = tiny("gemma3-multimodal")
     out = made(model, tmp_path / "q")
     lost = next(n for n in names_of(out) if "vision_tower" in n and n.endswith("q_proj.weight"))

@@ -99,7 +99,7 @@ def edited(files: dict[str, bytes], name: str, **values: Any) -> dict[str, bytes
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_what_transformers_saves_means_the_same(name, released, tmp_path):
+def test_files_saved_by_transformers_pass(name, released, tmp_path):
     from transformers import AutoTokenizer
 
     source = released(name)
@@ -118,7 +118,7 @@ ADDED: dict[str, tuple[Any, bool]] = {
 
 
 @pytest.mark.parametrize("key", ADDED)
-def test_a_setting_of_a_tokenizer_is_an_error_if_it_is_read_otherwise(key, released):
+def test_a_tokenizer_setting_that_changes_loading_is_found(key, released):
     source = released("llama3")
     value, differs = ADDED[key]
     found = told(edited(read(source).files, CONFIG, **{key: value}), source)
@@ -126,7 +126,7 @@ def test_a_setting_of_a_tokenizer_is_an_error_if_it_is_read_otherwise(key, relea
     assert bool(found) == differs, found
 
 
-def test_one_of_the_source_s_tokens_may_pad(released):
+def test_a_pad_token_of_the_source_passes(released):
     source = released("llama3")
     assert told(edited(read(source).files, CONFIG, pad_token="</s>"), source) == []
 
@@ -135,7 +135,7 @@ SAMPLED = {"vocab", "merges"}
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
-def test_every_place_of_a_tokenizer_is_compared(name, released, monkeypatch):
+def test_every_tokenizer_value_is_compared(name, released, monkeypatch):
     """Also without transformers, which reads some places from the class of a family."""
 
     def fail(side: SideFiles) -> Any:
@@ -179,7 +179,7 @@ TREES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", TREES)
-def test_another_step_is_found(key, released):
+def test_a_changed_tokenizer_step_is_found(key, released):
     source = released("llama2")
     files = edited(read(source).files, NAME, **{key: TREES[key]})
     files = edited(files, NAME, decoder={"type": "Fuse"}) if key == "post_processor" else files
@@ -198,7 +198,7 @@ FILES: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_says_something_else_is_found(name, released):
+def test_a_contradicting_tokenizer_file_is_found(name, released):
     source = released("llama3")
     file, content = FILES[name]
     found = told({**read(source).files, file: content}, source)
@@ -206,7 +206,7 @@ def test_a_file_that_says_something_else_is_found(name, released):
     assert "".join(found).isprintable()
 
 
-def test_a_file_that_repeats_the_tokenizer_may_be_there(released):
+def test_files_that_repeat_the_tokenizer_pass(released):
     source = released("llama3")
     files = read(source).files
     tree = json.loads(files[NAME])
@@ -222,7 +222,7 @@ def test_a_file_that_repeats_the_tokenizer_may_be_there(released):
     assert told(files, source) == []
 
 
-def test_a_missing_template_is_found(released):
+def test_a_missing_chat_template_is_found(released):
     source = released("qwen2")
     files = read(source).files
     settings = json.loads(files[CONFIG])
@@ -236,7 +236,7 @@ PLACES = ("chat_template.jinja", "chat_template.json", "processor_config.json", 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_template_is_compared_in_every_place(place, released):
+def test_a_chat_template_is_compared_in_every_file(place, released):
     """Which of several is taken depends on the loader."""
     source = released("llama3")
     files = read(source).files
@@ -268,9 +268,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_generation_are_those_of_the_configuration_where_the_source_has_none(
-    name, released
-):
+def test_added_generation_settings_must_match_the_configuration(name, released):
     source = released("gpt2")
     stated, healthy = SETTINGS[name]
     found = told({**read(source).files, GENERATION: json.dumps(stated).encode()}, source)
@@ -278,7 +276,7 @@ def test_settings_of_generation_are_those_of_the_configuration_where_the_source_
 
 
 @pytest.mark.parametrize("key", ["added_by_nobody", "custom_generate"])
-def test_a_setting_of_generation_that_nothing_reads_is_a_warning_and_code_an_error(key, released):
+def test_an_unknown_generation_setting_warns_and_code_fails(key, released):
     source = released("gpt2")
     (found,) = told(
         edited(read(source).files, GENERATION, eos_token_id=[1, 2], **{key: "x/y"}), source
@@ -286,7 +284,7 @@ def test_a_setting_of_generation_that_nothing_reads_is_a_warning_and_code_an_err
     assert found.startswith("?") == (key == "added_by_nobody")
 
 
-def test_a_tokenizer_that_transformers_cannot_load_is_compared_as_it_stands(released, tmp_path):
+def test_an_unloadable_tokenizer_is_compared_literally(released, tmp_path):
     source = released("llama3")
     tree = json.loads((source / NAME).read_text())
     tree["model"].update(
@@ -302,7 +300,7 @@ def test_a_tokenizer_that_transformers_cannot_load_is_compared_as_it_stands(rele
     assert any("cannot load it" in item for item in told(files, source))
 
 
-def test_settings_of_a_processor_are_compared(released):
+def test_processor_settings_are_compared(released):
     source = released("llama3")
     name = "processor_config.json"
     before = read(source)

@@ -33,7 +33,7 @@ def file(made, tmp_path):
     return tmp_path / made.name
 
 
-def test_a_sound_file_is_not_judged_and_never_called_failed(file, capsys):
+def test_an_unsupported_gguf_file_is_reported_as_not_verified(file, capsys):
     said = command(capsys, "verify", file)
     assert said.code == 4
     assert "failed" not in said.out
@@ -47,7 +47,7 @@ def test_a_sound_file_is_not_judged_and_never_called_failed(file, capsys):
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_a_damaged_one_is_found(file, manifest, capsys):
+def test_a_damaged_unsupported_gguf_file_fails(file, manifest, capsys):
     data = bytearray(file.read_bytes())
     if manifest:
         data[-100] ^= 1
@@ -61,7 +61,7 @@ def test_a_damaged_one_is_found(file, manifest, capsys):
     assert ": failed" in said.out
 
 
-def test_its_headers_are_shown(file, capsys):
+def test_inspect_shows_headers_of_an_unsupported_gguf_file(file, capsys):
     told = json.loads(command(capsys, "inspect", file, "--json").out)
     assert told["format"] == "gguf (not read)"
     assert told["schemes"]["q8_0"]
@@ -93,7 +93,7 @@ def foreign(model, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["exl3", "aqlm", "mxfp4"])
-def test_a_directory_of_a_format_that_nothing_reads_is_not_judged(foreign, method, capsys):
+def test_an_unknown_quantization_format_is_not_verified(foreign, method, capsys):
     place = foreign(method)
     said = command(capsys, "verify", place)
     assert said.code == 4
@@ -104,7 +104,7 @@ def test_a_directory_of_a_format_that_nothing_reads_is_not_judged(foreign, metho
     assert {"unreadable", "quantization-error", "logits"} <= told["skipped"].keys()
 
 
-def test_a_directory_that_is_not_read_is_held_to_its_manifest_and_its_headers(foreign, capsys):
+def test_an_unknown_format_is_checked_by_manifest_and_headers(foreign, capsys):
     place = foreign("exl3")
     outputs = {
         file.name: {"bytes": file.stat().st_size, "sha256": manifest.sha256(file, place)}
@@ -126,5 +126,5 @@ def test_a_directory_that_is_not_read_is_held_to_its_manifest_and_its_headers(fo
 
 
 @pytest.mark.parametrize("method", [None, 4, ""])
-def test_a_configuration_that_names_no_method_is_a_fault(foreign, method, capsys):
+def test_a_quantization_config_without_a_method_fails(foreign, method, capsys):
     assert command(capsys, "verify", foreign(method)).code == 5

@@ -73,7 +73,7 @@ def with_clock(seconds: float, work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("work", ["quantize", further("release")], indirect=True)
-def test_clocks_that_differ_by_an_hour_change_nothing(
+def test_clocks_an_hour_apart_do_not_change_the_output(
     work: Work, out: Path, tmp_path: Path
 ) -> None:
     said = tmp_path / "m-said"
@@ -114,7 +114,7 @@ def test_clocks_that_differ_by_an_hour_change_nothing(
 
 @pytest.mark.parametrize("work", ["release", further("quantize")], indirect=True)
 @pytest.mark.parametrize("size", [further(20_000), 60_000])
-def test_a_disk_that_is_full_for_one_worker_ends_that_one_alone(
+def test_a_full_disk_ends_only_the_affected_worker(
     work: Work, out: Path, tmp_path: Path, size: int
 ) -> None:
     def limited() -> None:

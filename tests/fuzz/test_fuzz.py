@@ -12,7 +12,7 @@ from tests.fuzz.targets import CORPUS, TARGETS, seeds
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_but_refusals(name: str) -> None:
+def test_damaged_inputs_are_parsed_or_refused(name: str) -> None:
     outcome = fuzz(name, executions=400)
     assert not outcome.findings
     assert outcome.executions == 400
@@ -23,7 +23,7 @@ def test_every_corpus_has_a_target() -> None:
     assert {path.name for path in CORPUS.iterdir()} == set(TARGETS)
 
 
-def test_damage_is_a_function_of_the_seed_and_reaches_behind_the_headers() -> None:
+def test_mutation_is_deterministic_and_reaches_past_headers() -> None:
     """A generator that only made noise would leave every parser at its first check."""
     corpus = seeds("safetensors")
     first, second = (

@@ -17,7 +17,7 @@ from tests.fuzz.hostile.judge import Verdict
 
 
 @pytest.mark.thorough
-def test_nothing_but_results_and_refusals(
+def test_hostile_commands_end_with_results_or_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, which has imported what cases need: each of them is a fork all the same."""
@@ -68,7 +68,7 @@ def _grows(_: list[str]) -> int:
         (_grows, "MB"),
     ],
 )
-def test_the_judge_sees(
+def test_the_judge_reports_every_kind_of_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[list[str]], int], said: str
 ) -> None:
     verdict = _judged(tmp_path, monkeypatch, verb)
@@ -76,7 +76,7 @@ def test_the_judge_sees(
 
 
 @pytest.mark.parametrize(("linked", "wrong"), [("prompts.txt", 0), ("model/config.json", 1)])
-def test_what_a_person_names_may_lead_anywhere(
+def test_only_links_inside_a_model_leak_other_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: str, wrong: int
 ) -> None:
     """The judge sees the canary where a link inside of a model led to it, not where an argument is the link."""
@@ -89,7 +89,7 @@ def test_what_a_person_names_may_lead_anywhere(
     assert len(judge._run(case, tree, tmp_path).wrong) == wrong
 
 
-def test_the_judge_sees_what_waits_and_what_computes(
+def test_the_judge_reports_waiting_and_busy_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(judge, "GIVEN_UP", 0.3)
@@ -108,11 +108,11 @@ def test_the_judge_sees_what_waits_and_what_computes(
     assert any(" s" in wrong for wrong in _judged(tmp_path, monkeypatch, computes).wrong)
 
 
-def test_an_answer_is_all_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_accepts_a_json_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _judged(tmp_path, monkeypatch, _says('{"a": 1}\n', 0)).wrong
 
 
-def test_a_case_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
+def test_a_case_is_deterministic_for_seed_and_number(tmp_path: Path) -> None:
     """Nothing of the tree decides what is drawn but its names."""
     cases = [draw(3, number, tmp_path) for number in range(200)]
     again = [draw(3, number, tmp_path) for number in range(200)]
