@@ -130,7 +130,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_provenance.py::test_provenance_is_written_only_on_request",
     ),
     "quantforge.api.quantize": (
-        "faults/test_verbs.py", "faults/test_publish_file.py::test_repeating_a_command_after_a_late_kill_finds_the_result",
+        "faults/test_verbs.py",
+        "faults/test_publish_file.py::test_repeating_a_command_after_a_late_kill_finds_the_result",
         "faults/test_source_changes.py::test_an_imatrix_edited_during_its_read_is_detected",
         "faults/test_signing.py::test_an_unusable_signing_key_is_refused_before_work",
     ),
