@@ -31,7 +31,7 @@ def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
     ("engine", "bits"),
     [(name, bits) for name, target in TARGETS.items() for bits in target.default_options],
 )
-def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
+def test_engine_defaults_load_in_their_engine(engine, bits):
     given = with_engine_defaults(engine, {"engine": engine, "bits": bits})
     assert "bits" not in given
     if given["format"] not in MODULE_FORMATS:
@@ -46,7 +46,7 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
     assert "OUT" in said[-1]
 
 
-def test_an_engine_takes_the_bits_of_every_recipe_that_is_made_for_it():
+def test_engine_defaults_equal_the_builtin_recipes():
     for name, path in builtin_recipes().items():
         recipe, named = read_recipe(path), re.fullmatch(r"(.+)-(\d)bit", name)
         if recipe.engine is None or named is None:
@@ -56,13 +56,13 @@ def test_an_engine_takes_the_bits_of_every_recipe_that_is_made_for_it():
             assert (made.type, made.scheme) == (recipe.type, recipe.scheme)
 
 
-def test_bits_that_an_engine_is_not_fast_with_are_answered_with_the_nearest():
+def test_unsupported_engine_bits_get_the_nearest_as_hint():
     with pytest.raises(UsageError, match="2, 3, 4, 5, 6 or 8 bits") as caught:
         build_recipe(None, engine="mlx", bits=7)
     assert caught.value.hint == "--bits 6"
 
 
-def test_what_an_engine_does_not_load_is_refused():
+def test_results_an_engine_does_not_load_are_refused():
     for engine, key, text in (
         ("llama.cpp", "compressed-tensors", "int4:g128:sym"),
         ("tensorrt-llm", "bnb", "nf4"),
@@ -80,7 +80,7 @@ def test_what_an_engine_does_not_load_is_refused():
             check_engine(engine, ALONE, [tensor], found, key)
 
 
-def test_layers_have_to_be_divisible_among_devices():
+def test_layers_must_be_divisible_among_devices():
     tensors = [planned("mlp.up_proj", "int4:g128:sym"), planned("mlp.down_proj", "int4:g128:sym")]
     assert check_engine("vllm", Serving(devices=4), tensors, (), "compressed-tensors")
     with pytest.raises(RefusedError, match=r"down_proj.*8 devices"):
@@ -97,7 +97,7 @@ def test_layers_have_to_be_divisible_among_devices():
         check_engine("mlx", Serving(devices=2), tensors, (), "mlx")
 
 
-def test_what_is_given_wins_and_what_is_unknown_is_named():
+def test_explicit_options_override_engine_defaults():
     recipe = build_recipe(None, engine="vllm", bits=8)
     assert (recipe.format, recipe.scheme, recipe.engine) == (
         "compressed-tensors",

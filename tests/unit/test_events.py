@@ -16,7 +16,7 @@ LIMITS = st.dictionaries(st.sampled_from(sorted(KINDS)), st.integers(0, 4))
 
 
 @given(EVENTS, st.booleans(), LIMITS)
-def test_the_policy_counts_by_kind(events, strict, allow):
+def test_the_event_policy_counts_by_kind(events, strict, allow):
     counts = {kind: sum(event.kind == kind for event in events) for kind in KINDS}
     excess = {
         kind for kind, count in counts.items() if count > allow.get(kind, 0 if strict else count)
@@ -33,7 +33,7 @@ def test_the_policy_counts_by_kind(events, strict, allow):
     Policy(strict, {**dict.fromkeys(KINDS, 99), kind: counts[kind]}).check(events)
 
 
-def test_a_typo_in_a_kind_is_told():
+def test_a_misspelt_event_kind_gets_a_suggestion():
     with pytest.raises(UsageError) as bad:
         Policy(allow={"damping-risen": 1})
     assert "'damping-raised'" in bad.value.hint
@@ -41,6 +41,6 @@ def test_a_typo_in_a_kind_is_told():
         Event("new", "", "")
 
 
-def test_an_event_is_plain_data_and_back():
+def test_events_round_trip_through_json():
     event = Event("substitution", "a.weight", "int4 -> int8")
     assert Event(**event.to_json()) == event

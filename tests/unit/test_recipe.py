@@ -49,13 +49,13 @@ RECIPES = st.builds(
 
 
 @given(RECIPES)
-def test_what_is_written_is_read_back(recipe):
+def test_recipes_round_trip_through_toml(recipe):
     text = recipe.to_toml()
     assert from_toml(text) == recipe
     assert from_toml(text).to_toml() == text
 
 
-def test_every_key_is_spelled_out():
+def test_every_recipe_key_is_written():
     text = Recipe(bits=4, rules=(Rule("down_proj", "int8"),)).to_toml()
     for key in (
         "method",
@@ -109,19 +109,19 @@ def test_every_key_is_spelled_out():
         ("effort = 'max'", "mine.toml: effort = 'max'", "high"),
     ],
 )  # fmt: skip
-def test_a_mistake_says_where_and_what_was_meant(text, message, hint):
+def test_recipe_mistakes_name_the_key_and_a_fix(text, message, hint):
     with pytest.raises(InputError) as bad:
         from_toml(text, "mine.toml")
     assert message in bad.value.message
     assert hint in bad.value.hint
 
 
-def test_an_integer_is_a_float_where_one_is_wanted():
+def test_an_integer_is_accepted_for_a_float():
     with pytest.raises(InputError, match="damping"):
         from_toml("[gptq]\ndamping = 1")
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_recipe_files_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"absent\.toml"):
         read_recipe(tmp_path / "absent.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
@@ -130,7 +130,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["k=int8,v=int4", "int8", "INT4"])
-def test_a_kind_of_cache_that_no_file_holds_is_refused_with_the_reason(kind):
+def test_unsupported_kv_cache_kinds_are_refused_with_a_reason(kind):
     with pytest.raises(InputError) as raised:
         Recipe(kv_cache=kind)
     assert "scales of fp8 alone" in raised.value.hint
@@ -139,7 +139,7 @@ def test_a_kind_of_cache_that_no_file_holds_is_refused_with_the_reason(kind):
     assert "scales of fp8 alone" in typed.value.hint
 
 
-def test_a_misspelt_kind_of_scales_is_told_the_nearest():
+def test_a_misspelt_kv_cache_kind_gets_a_suggestion():
     with pytest.raises(InputError) as raised:
         Recipe(kv_cache="fp8_heads")
     assert "'fp8_head'" in raised.value.hint

@@ -33,7 +33,7 @@ SCHEMES = st.builds(
 
 
 @given(SCHEMES)
-def test_what_is_written_is_read_back(scheme):
+def test_schemes_round_trip_through_text(scheme):
     assert parse(str(scheme)) == scheme
     assert parse(str(scheme).upper()) == scheme
 
@@ -57,7 +57,7 @@ def test_a_fixed_layout_is_named_by_its_grid_alone(grid):
         parse(f"{grid}:g32")
 
 
-def test_the_bits_of_fixed_layouts():
+def test_bits_per_weight_of_fixed_layouts():
     bits = {"q2_k": Fraction(21, 8), "q4_k": Fraction(9, 2), "q6_k": Fraction(105, 16)}
     bits |= {"q4_0": Fraction(9, 2), "mxfp4": Fraction(17, 4), "tq1_0": Fraction(27, 16)}
     for grid, expected in bits.items():
@@ -67,14 +67,14 @@ def test_the_bits_of_fixed_layouts():
         parse("q4_k").parameter_shape((3, 288))
 
 
-def test_known_figures():
+def test_bits_per_weight_of_known_schemes():
     assert parse("int4:g128:sym:f16").bits_per_weight((64, 256)) == Fraction(33, 8)  # 4.125
     assert parse("int4:g128:asym:f16").bits_per_weight((64, 256)) == Fraction(133, 32)
     assert parse("int8:row:sym:f32").bits_per_weight((64, 256)) == Fraction(65, 8)
 
 
 @pytest.mark.parametrize(("alias", "scheme"), ALIASES.items())
-def test_aliases(alias, scheme):
+def test_scheme_aliases_parse_to_their_schemes(alias, scheme):
     assert parse_layer(alias) == parse_layer(alias.lower()) == parse_layer(scheme)
     assert parse_layer(str(parse_layer(alias))) == parse_layer(alias)
 
@@ -83,7 +83,7 @@ def test_aliases(alias, scheme):
     ("short", "whole"),
     [("int4", "int4:g128:sym"), ("int3:g64", "int3:g64:sym"), ("int8:channel", "int8:row:sym")],
 )
-def test_what_is_left_out(short, whole):
+def test_omitted_scheme_parts_take_defaults(short, whole):
     assert parse(short) == parse(whole)
 
 
@@ -92,7 +92,7 @@ def test_an_open_scale_type_is_filled_in_once():
     assert str(parse("int4:g128:sym:f32").with_scale(ScaleType.BF16)) == "int4:g128:sym:f32"
 
 
-def test_a_group_that_does_not_divide_has_no_shape():
+def test_a_non_dividing_group_has_no_parameter_shape():
     with pytest.raises(ValueError, match="multiple"):
         parse("int4:g128").parameter_shape((4, 192))
     assert parse("int4:g64").parameter_shape((4, 192)) == (4, 3)
@@ -122,7 +122,7 @@ def test_any_text_is_a_scheme_or_an_error_with_a_hint(text):
         ("", "known"),
     ],
 )
-def test_a_typo_names_what_was_meant(text, word):
+def test_scheme_typos_get_a_suggestion(text, word):
     with pytest.raises(InputError) as bad:
         parse(text)
     assert word in bad.value.hint

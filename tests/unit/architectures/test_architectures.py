@@ -75,7 +75,7 @@ OUTSIDE = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
 
 
 @pytest.mark.parametrize("family", one_of_each(FAMILIES))
-def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
+def test_every_tensor_and_linear_is_matched(headers: Any, family: str) -> None:
     config, stored = headers(family)
     model_layout = match_tensors(config, stored.values())
     assert {tensor.header.name for tensor in model_layout.tensors} == set(stored)
@@ -97,7 +97,7 @@ def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", one_of_each(FAMILIES))
-def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: str) -> None:
+def test_declared_linears_and_shapes_match_transformers(headers: Any, family: str) -> None:
     """Nothing that could be quantized is forgotten, and what is declared has the shape of the module."""
     config, stored = headers(family)
     model_layout = match_tensors(config, stored.values())
@@ -174,7 +174,7 @@ def check_declaration(model_type: str) -> None:
         ({"layer_types": None}, [0, 1, 2, 3]),
     ],
 )
-def test_the_configuration_says_of_which_kind_a_layer_is(
+def test_layer_kinds_are_read_from_the_configuration(
     headers: Any, stated: dict[str, Any], attending: list[int]
 ) -> None:
     config, stored = headers("lfm2")
@@ -208,7 +208,7 @@ def test_the_configuration_says_of_which_kind_a_layer_is(
         ({"conv_L_cache": 5}, "conv.conv.weight: shape [64, 1, 3], the config asks for [64, 1, 5]"),
     ],
 )
-def test_sizes_and_kinds_of_a_family_of_its_own_are_checked(
+def test_bad_lfm2_sizes_and_layer_types_are_refused(
     headers: Any, stated: dict[str, Any], words: str
 ) -> None:
     config, stored = headers("lfm2")
@@ -228,7 +228,7 @@ def test_missing_tensors_are_all_listed(headers: Any) -> None:
     assert "more" in message
 
 
-def test_left_over_tensors_are_refused(headers: Any) -> None:
+def test_unexpected_tensors_are_refused(headers: Any) -> None:
     config, stored = headers("llama")
     extra = StoredTensor("model.layers.0.adapter.weight", "BF16", (4, 4))
     assert "model.layers.0.adapter.weight: not a tensor of llama" in refusal(
@@ -259,7 +259,7 @@ def test_a_tensor_stored_twice_is_refused(headers: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
-def test_weights_that_are_no_floats_are_refused(headers: Any, dtype: str) -> None:
+def test_weights_of_non_float_dtypes_are_refused(headers: Any, dtype: str) -> None:
     """An fp8 weight read without its scale would be wrong by orders of magnitude."""
     config, stored = headers("llama")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -278,7 +278,7 @@ def test_rotary_buffers_and_masks_are_dropped_by_declaration(headers: Any) -> No
     assert model_layout.dropped[0][1] == r".*rotary_emb\.inv_freq"
 
 
-def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
+def test_gpt2_without_prefix_and_with_masks_is_matched(headers: Any) -> None:
     config, stored = headers("gpt2")
     masks = [
         StoredTensor(f"h.{block}.attn.{kind}", "F32", (1, 1, 128, 128))
@@ -298,7 +298,7 @@ def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
     assert model_layout.by_name["transformer.h.1.attn.c_attn.bias"].role is Role.BIAS
 
 
-def test_opt_without_prefix(headers: Any) -> None:
+def test_opt_without_prefix_is_matched(headers: Any) -> None:
     config, stored = headers("opt")
     model_layout = match_tensors(config, renamed(stored, {"model.decoder.": "decoder."}))
     assert (
@@ -315,7 +315,7 @@ def test_opt_without_prefix(headers: Any) -> None:
          "multi_modal_projector.": "model.multi_modal_projector."},
     ],
 )  # fmt: skip
-def test_a_multimodal_checkpoint_keeps_its_other_tower(
+def test_vision_tensors_of_a_multimodal_checkpoint_are_foreign(
     headers: Any, change: dict[str, str]
 ) -> None:
     config, stored = headers("gemma3-multimodal")
@@ -331,7 +331,7 @@ def test_a_multimodal_checkpoint_keeps_its_other_tower(
     assert not any(tensor.shared_input for tensor in model_layout.foreign_tensors)
 
 
-def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
+def test_missing_text_config_keys_take_family_defaults(headers: Any) -> None:
     """The published multimodal models rely on the defaults of the family."""
     config = {
         "model_type": "gemma3",
@@ -349,7 +349,7 @@ def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
     )
 
 
-def test_extra_prediction_heads_are_kept(headers: Any) -> None:
+def test_extra_prediction_heads_are_kept_as_foreign_tensors(headers: Any) -> None:
     config, stored = headers("qwen3")
     extra = StoredTensor("model.mtp_layers.0.proj.weight", "BF16", (64, 64))
     model_layout = match_tensors(config, [*stored.values(), extra])
@@ -359,7 +359,7 @@ def test_extra_prediction_heads_are_kept(headers: Any) -> None:
 # ---- tied heads
 
 
-def test_a_tied_head_may_be_stored_twice_when_equal(headers: Any) -> None:
+def test_a_stored_tied_head_must_equal_the_embedding(headers: Any) -> None:
     config, stored = headers("llama-tied")
     embedding = stored["model.embed_tokens.weight"]
     twice = match_tensors(config, [*stored.values(), replace(embedding, name="lm_head.weight")])
@@ -380,7 +380,7 @@ def test_a_tied_head_may_be_stored_twice_when_equal(headers: Any) -> None:
         resolve_tied(other, lambda *_: True)
 
 
-def test_an_untied_head_must_be_there(headers: Any) -> None:
+def test_a_missing_untied_head_is_refused(headers: Any) -> None:
     config, stored = headers("llama-tied")
     assert "lm_head.weight: missing" in refusal(
         {**config, "tie_word_embeddings": False}, stored.values()
@@ -389,7 +389,7 @@ def test_an_untied_head_must_be_there(headers: Any) -> None:
     assert "lm_head.weight: missing" in refusal(config, stored.values())
 
 
-def test_a_tied_head_alone_is_no_embedding(headers: Any) -> None:
+def test_a_tied_head_does_not_replace_a_missing_embedding(headers: Any) -> None:
     config, stored = headers("llama-tied")
     only = renamed(stored, {"model.embed_tokens": "lm_head"})
     assert "model.embed_tokens.weight: missing" in refusal(config, only)
@@ -398,7 +398,9 @@ def test_a_tied_head_alone_is_no_embedding(headers: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "expected"), [("gpt2", True), ("gemma2", True), ("llama", False)]
 )
-def test_tying_has_the_default_of_the_family(headers: Any, family: str, expected: bool) -> None:
+def test_missing_tie_word_embeddings_takes_the_family_default(
+    headers: Any, family: str, expected: bool
+) -> None:
     config, stored = headers(family)
     config.pop("tie_word_embeddings", None)
     assert match_tensors(config, stored.values()).tied is expected
@@ -428,7 +430,7 @@ def test_an_unknown_family_is_matched_by_names(headers: Any) -> None:
     assert "rtn" in error.hint
 
 
-def test_by_names_leaves_alone_what_is_not_a_linear() -> None:
+def test_matching_by_names_selects_only_decoder_linears() -> None:
     kept = {
         "model.embed_tokens.weight": (32, 8),
         "lm_head.weight": (32, 8),
@@ -449,7 +451,7 @@ def test_by_names_leaves_alone_what_is_not_a_linear() -> None:
     assert roles["model.embed_tokens.weight"] is Role.EMBEDDING
 
 
-def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: Any) -> None:
+def test_an_undeclared_configuration_value_is_matched_by_names(headers: Any) -> None:
     config, stored = headers("opt")
     model_layout = match_tensors({**config, "activation_function": "gelu"}, stored.values())
     assert model_layout.architecture is None
@@ -461,7 +463,7 @@ def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: An
 
 
 @pytest.mark.parametrize("family", [kimi.attention_types, lfm2.mixer_types, qwen3_next.mixer_types])
-def test_kinds_of_layers_are_a_list_wherever_they_are_asked_for(family: Any) -> None:
+def test_layer_types_that_are_no_list_are_refused(family: Any) -> None:
     with pytest.raises(InputError, match="layer_types = 5"):
         family({"layer_types": 5})
 
@@ -486,7 +488,7 @@ def test_kinds_of_layers_are_a_list_wherever_they_are_asked_for(family: Any) -> 
     ("family", ["qwen2", "gemma2", "mistral"]),
     ids=str,
 )
-def test_kinds_of_layers_are_those_of_every_layer(
+def test_bad_layer_types_and_sliding_windows_are_refused(
     headers: Any, family: str, values: dict[str, Any]
 ) -> None:
     config, stored = headers(family)
@@ -539,7 +541,7 @@ def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
         ("lfm2", {"tie_embedding": False, "tie_word_embeddings": True}, "tie_embedding"),
     ],
 )
-def test_configurations_that_no_engine_obeys_are_refused(
+def test_contradicting_or_impossible_expert_settings_are_refused(
     tiny: Tiny, family: str, keys: dict[str, object], said: str
 ) -> None:
     checkpoint = open_checkpoint(tiny(family))

@@ -35,9 +35,7 @@ def readers(model_layout: ModelLayout, block: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("family", ["gemma4-equal", "gemma4-moe"])
-def test_published_keys_say_what_transformers_writes_by_number_of_layer(
-    saved: Any, family: str
-) -> None:
+def test_published_gemma4_keys_equal_the_per_layer_config(saved: Any, family: str) -> None:
     config, stored = saved(family)
     written = match_tensors(config, stored)
     del config[KEY]
@@ -48,7 +46,7 @@ def test_published_keys_say_what_transformers_writes_by_number_of_layer(
         match_tensors({**config, **PUBLISHED, "global_head_dim": 16}, stored)
 
 
-def test_a_linear_that_a_configuration_leaves_out_is_read_by_nobody(saved: Any) -> None:
+def test_omitted_linears_have_no_shared_input(saved: Any) -> None:
     model_layout = match_tensors(*saved("gemma4-equal"))
     q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
     assert readers(model_layout, 0)[0] == (q, k, v)
@@ -60,7 +58,7 @@ def test_a_linear_that_a_configuration_leaves_out_is_read_by_nobody(saved: Any) 
     assert all(kind.stacks for kind in match_tensors(*saved("gemma4-moe")).layers)
 
 
-def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of_them_is_dropped(
+def test_kv_sharing_layers_have_wider_mlps_and_drop_stored_keys(
     saved: Any,
 ) -> None:
     config, stored = saved("gemma4")
@@ -93,7 +91,9 @@ def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of
     ],
     ids=str,
 )
-def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[str, Any]) -> None:
+def test_undeclared_gemma4_settings_fall_back_to_name_matching(
+    saved: Any, changes: dict[str, Any]
+) -> None:
     config, stored = saved("gemma4-equal")
     found = match_tensors({**config, **changes}, stored)
     assert found.architecture is None
@@ -143,7 +143,7 @@ def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[st
     ],
     ids=str,
 )
-def test_impossible_values_are_refused(
+def test_impossible_configuration_values_are_refused(
     saved: Any, family: str, changes: dict[str, Any], said: str
 ) -> None:
     config, stored = saved(family)
@@ -164,12 +164,14 @@ def test_impossible_values_are_refused(
     ],
     ids=str,
 )
-def test_what_transformers_runs_is_taken(saved: Any, family: str, changes: dict[str, Any]) -> None:
+def test_configurations_that_transformers_runs_are_accepted(
+    saved: Any, family: str, changes: dict[str, Any]
+) -> None:
     config, stored = saved(family)
     assert match_tensors({**config, **changes}, stored).architecture is not None
 
 
-def test_the_last_layer_is_full_whatever_is_listed(saved: Any) -> None:
+def test_the_last_gemma4_layer_always_has_full_attention(saved: Any) -> None:
     config, stored = saved("gemma4-moe")
     assert MIXTURES["gemma4-moe"][1]["layer_types"][-1] == "full_attention"
     config["layer_types"] = [*config["layer_types"][:-1], "sliding_attention"]
@@ -195,7 +197,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
+def test_full_size_gemma4_models_are_matched_and_translated_to_gguf(name: str) -> None:
     """Without weights; what a configuration leaves out has the default of the family."""
     text = {"model_type": "gemma4_text", "head_dim": 256, **LARGE[name]}
     config = {"model_type": "gemma4", "text_config": text, "tie_word_embeddings": True}
@@ -225,7 +227,7 @@ def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
     ],
     ids=str,
 )
-def test_what_a_decoder_beside_a_tower_leaves_out_is_that_of_its_own_family(
+def test_multimodal_text_defaults_come_from_the_text_model_type(
     text: dict[str, Any], head: int, windows: tuple[int, ...]
 ) -> None:
     config = {

@@ -29,7 +29,7 @@ def blocks(prefix: str, count: int) -> dict[str, tuple[int, ...]]:
     "tower", ["model.sam.blocks", "model.encoder.layers", "model.tokens.layer"]
 )
 @pytest.mark.parametrize("depth", [{"depth": 6}, {"image": {"num_hidden_layers": 6}}])
-def test_the_list_that_the_configuration_counts_is_the_decoder(
+def test_the_block_list_of_configured_length_is_the_decoder(
     tower: str, depth: dict[str, Any]
 ) -> None:
     """Even where another tower is larger; what lies beside its list is the tower's as well."""
@@ -45,7 +45,7 @@ def test_the_list_that_the_configuration_counts_is_the_decoder(
     assert found["model.lm.embed_tokens.weight"] == (Role.EMBEDDING, -1)
 
 
-def test_every_list_of_blocks_of_text_alone_is_the_decoders() -> None:
+def test_all_block_lists_of_a_text_model_are_decoder_blocks() -> None:
     """A list of single matrices is no list of blocks."""
     shapes = (
         blocks("model.layers", 2) | blocks("draft.layers", 1) | {"model.altup.0.weight": (H, H)}
@@ -58,7 +58,7 @@ def test_every_list_of_blocks_of_text_alone_is_the_decoders() -> None:
     assert found["model.altup.0.weight"] == (Role.OTHER, -1)
 
 
-def test_what_lies_in_a_norm_is_no_norm() -> None:
+def test_linears_inside_norm_modules_are_linears() -> None:
     shapes = {f"l.{i}.{name}.weight": (H, H) for i in range(2) for name in (
         "norm_attn_norm.attn.Wqkv", "post_attention_layernorm.W_down", "q_norm", "indexer.weights_proj",
         "indexer.wk", "attn_norm.up")}  # fmt: skip

@@ -38,7 +38,7 @@ from scripts.tiny_families import configuration, families
     ],
     ids=str,
 )
-def test_what_nothing_computes_with_is_refused(key: str, value: Any) -> None:
+def test_invalid_configuration_values_are_refused(key: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{key} = "):
         check_values({key: value}, declared=True)
 
@@ -61,17 +61,17 @@ def test_what_nothing_computes_with_is_refused(key: str, value: Any) -> None:
     ],
     ids=str,
 )
-def test_the_rest_is_taken(key: str, value: Any) -> None:
+def test_valid_configuration_values_are_accepted(key: str, value: Any) -> None:
     check_values({key: value}, declared=True)
 
 
-def test_a_model_with_code_of_its_own_may_know_other_activations_and_leave_an_epsilon_out() -> None:
+def test_undeclared_models_may_use_unknown_activations_and_no_epsilon() -> None:
     check_values({"hidden_act": "silly", "rms_norm_eps": None}, declared=False)
     with pytest.raises(InputError, match="rope_scaling"):
         check_values({"rope_scaling": "x"}, declared=False)
 
 
-def test_defaults_of_no_family_are_refused() -> None:
+def test_default_configurations_of_all_families_are_accepted() -> None:
     for family in families():
         config = configuration(family).to_dict()
         check_values(text_config(config), declared=architecture_of(config) is not None)

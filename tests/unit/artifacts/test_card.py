@@ -41,7 +41,7 @@ def code_of(directory: Path, language: str, engine: str) -> str:
     [("compressed-tensors", "int4:g32:sym", "compressed-tensors"), ("plain", None, ""),
      ("bnb", "nf4", "bitsandbytes")],
 )  # fmt: skip
-def test_the_code_of_a_card_runs(
+def test_the_loading_code_of_a_card_runs(
     form: str, scheme: str | None, packages: str, tiny: Tiny, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -57,7 +57,7 @@ def test_the_code_of_a_card_runs(
     assert capsys.readouterr().out.startswith("user: What can you do?")
 
 
-def test_every_engine_that_a_format_names_can_be_told_how_to_load_it() -> None:
+def test_every_engine_of_a_format_has_a_loading_snippet() -> None:
     for form in FORMATS:
         about = load_format(form).INFO
         found = snippets(
@@ -71,7 +71,7 @@ def test_every_engine_that_a_format_names_can_be_told_how_to_load_it() -> None:
                 compile(item.code, item.engine, "exec")
 
 
-def test_the_base_model_is_a_name_of_the_hub_or_left_out(tiny: Tiny, tmp_path: Path) -> None:
+def test_base_model_is_a_hub_name_or_omitted(tiny: Tiny, tmp_path: Path) -> None:
     model = copied(tiny("llama-wide"), tmp_path / "m")
     (model / "README.md").write_text(
         "---\nlicense: mit\nlanguage: no\nbase_model: other/thing\nwidget: [x]\n---\n# M\n"
@@ -93,7 +93,7 @@ def test_the_base_model_is_a_name_of_the_hub_or_left_out(tiny: Tiny, tmp_path: P
         Settings(base_model="../elsewhere")
 
 
-def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> None:
     rows = replace(CALIBRATION, random_share=0.5)
     wanted = swift("gptq", scheme="int4:g32:sym:f16", calibration=rows)
     quantize(tiny("llama-wide"), tmp_path / "a", wanted, base_model="org/name")
@@ -123,7 +123,7 @@ def test_a_card_names_the_calibration_text(tiny: Tiny, tmp_path: Path) -> None:
     assert f"tokens from `{', '.join(sources)}`;" in text
 
 
-def test_a_card_gives_the_result_no_name_that_its_directory_may_not_have(
+def test_a_card_title_does_not_depend_on_the_directory(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny("llama-wide")
@@ -138,12 +138,12 @@ def test_a_card_gives_the_result_no_name_that_its_directory_may_not_have(
     assert "The code loads it from `.`; the path of this directory, or its name on the hub," in text
 
 
-def test_a_name_that_no_line_can_hold_gets_no_code() -> None:
+def test_a_name_with_newlines_gets_no_snippet() -> None:
     about = load_format("gguf").INFO
     assert snippets(about, [EngineVerdict("llama.cpp", True)], "a\n```\nb.gguf", chat=True) == []
 
 
-def test_names_are_quoted_as_shell_python_and_markdown_have_it() -> None:
+def test_names_are_quoted_for_shell_python_and_markdown() -> None:
     name = """it's "a" $(b)|`c`.gguf"""
     about = load_format("gguf").INFO
     served = snippets(about, [EngineVerdict("llama.cpp", True)], name, chat=True)[0].code
@@ -163,11 +163,11 @@ def test_names_are_quoted_as_shell_python_and_markdown_have_it() -> None:
 @pytest.mark.parametrize(
     "name", ["demo-awq+gptq-int4", "a--b..c", "-x-", "Größe", "x" * 200, "+", "a b"]
 )
-def test_a_repository_has_a_name_that_the_hub_takes(name: str) -> None:
+def test_repository_names_are_valid_on_the_hub(name: str) -> None:
     validate_repo_id(f"ORG/{repository_name(name)}")
 
 
-def test_events_and_experts_are_sentences(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_card_describes_events_and_experts_in_sentences(tiny: Tiny, tmp_path: Path) -> None:
     quantize(tiny("qwen3-moe"), tmp_path / "q", swift("gptq", scheme="int4:g128:sym"))
     text = (tmp_path / "q" / "README.md").read_text()
     assert "- A tensor cannot hold the scheme asked for and was given another: " in text
@@ -180,12 +180,12 @@ def test_events_and_experts_are_sentences(tiny: Tiny, tmp_path: Path) -> None:
     ["license: [", "license: {a: b}", f"license: {'[' * 5000}",
      f"language: [{'x,' * 20000}]", "license: &a [*a]", "license:"],
 )  # fmt: skip
-def test_a_front_matter_that_is_none_is_left_out(front: str, tmp_path: Path) -> None:
+def test_invalid_front_matter_of_a_card_is_ignored(front: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n")
     assert source_card_fields(tmp_path / "README.md") == {}
 
 
-def test_the_first_model_of_a_chain_is_the_base() -> None:
+def test_the_first_model_of_a_lineage_is_the_base() -> None:
     hub = {"source": {"model": "org/first", "revision": "abc"}}
     document = {"source": {"model": "org/second", "revision": "def"}, "lineage": hub}
     assert base_model("", document, {}) == "org/first"

@@ -31,7 +31,7 @@ def measured(model: Path, result: Path, **options: Any) -> None:
     api.evaluate(model, [result], **options)
 
 
-def test_figures_fill_their_parts_and_nothing_else(
+def test_measured_figures_change_only_their_card_sections(
     tiny: Tiny, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = copied(made, tmp_path / "q")
@@ -69,7 +69,7 @@ def test_figures_fill_their_parts_and_nothing_else(
     assert verify(result, tiny("llama-wide"), forward=False).findings == []
 
 
-def test_what_a_person_wrote_stays(tiny: Tiny, made: Path, tmp_path: Path) -> None:
+def test_edits_of_a_card_by_hand_are_preserved(tiny: Tiny, made: Path, tmp_path: Path) -> None:
     result = copied(made, tmp_path / "q")
     place = result / "README.md"
     mine = place.read_bytes().replace(b"## Loading", b"## Mine\r\n\xff\xfe text\r\n\n## Loading")
@@ -88,7 +88,7 @@ def test_what_a_person_wrote_stays(tiny: Tiny, made: Path, tmp_path: Path) -> No
         (lambda text: text.replace("# quantforge eval: end\n", ""), "in the front matter"),
     ],
 )  # fmt: skip
-def test_a_damaged_delimiter_is_an_error_before_the_work(
+def test_a_damaged_section_delimiter_is_refused_before_measuring(
     change: Any, where: str, tiny: Tiny, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = copied(made, tmp_path / "q")
@@ -104,7 +104,7 @@ def test_a_damaged_delimiter_is_an_error_before_the_work(
     assert place.read_bytes() == damaged
 
 
-def test_a_card_that_is_not_ours_is_left_alone(tiny: Tiny, made: Path, tmp_path: Path) -> None:
+def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, made: Path, tmp_path: Path) -> None:
     result, model = copied(made, tmp_path / "q"), tiny("llama-wide")
     with pytest.raises(UsageError, match="no model of it is measured"):
         measured(model, result, card=model)

@@ -44,7 +44,7 @@ def test_outputs_and_sources_are_listed_with_their_digests(released):
         assert entry == digest(source / name)
 
 
-def test_it_accounts_for_every_tensor_and_says_what_was_done(released):
+def test_a_manifest_records_tensors_method_recipe_and_versions(released):
     document = manifest.read_manifest(released[0])
     actions = [tensor["action"] for tensor in document["tensors"]]
     assert actions.count("quantize") == document["quantized_tensors"] == 14
@@ -56,7 +56,7 @@ def test_it_accounts_for_every_tensor_and_says_what_was_done(released):
     assert {"quantforge", "torch", "python"} <= document["versions"].keys()
 
 
-def test_it_is_the_last_file_and_durable_json(released):
+def test_a_manifest_is_stable_json(released):
     out, _ = released
     text = (out / manifest.NAME).read_text()
     assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
@@ -73,7 +73,7 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
+def test_a_manifest_rounds_figures_and_counts_events():
     events = [
         Event("inexact", "b", "x"),
         Event("dead-channels", "a", "y"),
@@ -102,7 +102,7 @@ def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
     assert list(found["event_counts"]) == ["dead-channels", "inexact"]
 
 
-def test_a_manifest_speaks_of_every_file_but_itself_and_signatures(tmp_path):
+def test_a_manifest_lists_all_files_except_itself_and_signatures(tmp_path):
     (tmp_path / "templates").mkdir()
     for name in ("templates/é.jinja", "model.safetensors", manifest.NAME, "model.sig"):
         (tmp_path / name).write_bytes(b"x")
@@ -117,19 +117,19 @@ def test_a_manifest_speaks_of_every_file_but_itself_and_signatures(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema": "other/1"}'])
-def test_what_is_no_manifest_is_none(tmp_path, content):
+def test_an_invalid_manifest_is_read_as_none(tmp_path, content):
     (tmp_path / manifest.NAME).write_bytes(content)
     assert manifest.read_manifest(tmp_path) is None
     assert manifest.read_manifest(tmp_path / "absent") is None
 
 
-def test_names_of_sources(tmp_path):
+def test_source_names_come_from_paths_and_hub_snapshots(tmp_path):
     assert source_name(tmp_path / "a" / ".." / "model") == ("model", "")
     snapshot = tmp_path / "models--org--a--b" / "snapshots" / "0123"
     assert source_name(snapshot) == ("org/a--b", "0123")
 
 
-def test_a_model_in_a_format_that_nobody_reads_can_still_be_inspected(tiny, tmp_path):
+def test_a_model_in_an_unsupported_format_can_be_inspected(tiny, tmp_path):
     source = copied(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "quanto", "weights": "int8"}
@@ -158,7 +158,7 @@ def test_inspection_of_a_release_agrees_with_its_manifest(released):
     )
 
 
-def test_a_result_without_anything_quantized_has_a_manifest_that_is_json(tiny, tmp_path):
+def test_a_manifest_without_quantized_tensors_has_null_bits(tiny, tmp_path):
     quantize(tiny("llama-wide"), tmp_path / "m", recipe(format="plain"))
     document = manifest.read_manifest(tmp_path / "m")
     assert document is not None

@@ -50,7 +50,7 @@ def rows(source, trial):
     return compare_caches(load(source, dtype=torch.float32), trial)
 
 
-def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
+def test_fp8_caches_are_compared_with_the_stored_scales(source):
     """A file that states scales of its cache has no others when it is served in fp8."""
     found = plan_cache_comparison([open_model(source)], TEXT * 2, ("fp8",), 200)
     loaded = load(source, dtype=torch.float32)
@@ -62,11 +62,11 @@ def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
     assert stated["kl_mean"] > 2 * own["kl_mean"] > 0
 
 
-def test_windows_are_as_long_as_the_positions(source, trial):
+def test_cache_windows_span_all_positions(source, trial):
     assert trial.windows.ids.shape == (3, 128)
 
 
-def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
+def test_a_short_text_gives_shorter_cache_windows(source):
     found = plan_cache_comparison([open_model(source)], TEXT[:240], ("16bit",), 400)
     assert 2 <= found.windows.ids.shape[1] < 128
     assert found.kinds == ()
@@ -74,7 +74,7 @@ def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
         plan_cache_comparison([open_model(source)], "", ("int8",), 400)
 
 
-def test_contexts_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
+def test_cache_windows_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
     model = make_tiny("llama", tmp_path / "long", max_position_embeddings=1 << 14)
     found = plan_cache_comparison([open_model(model)], TEXT * 200, ("int8",), 400)
     assert found.windows.ids.shape == (1, 8192)
@@ -84,7 +84,7 @@ def test_contexts_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
     assert [one["first"] for one in ranges] == [1, *(one["last"] + 1 for one in ranges[:-1])]
 
 
-def test_divergence_is_that_of_its_definition(source, trial, rows):
+def test_cache_divergence_equals_token_by_token_decoding(source, trial, rows):
     """Token by token through the programs that decode, of keys and values rounded to bfloat16."""
     decoder = Decoder(load(source, dtype=torch.float32).model)
     ids = trial.windows.ids[0]
@@ -119,7 +119,7 @@ def test_divergence_is_that_of_its_definition(source, trial, rows):
     assert rows[0]["kl_mean"] is None
 
 
-def test_fewer_bits_lose_more_and_each_half_its_part(rows):
+def test_cache_divergence_grows_with_fewer_bits_of_keys_or_values(rows):
     by_kind = {row["kind"]: row for row in rows}
     assert [*by_kind] == ["16bit", *KINDS]
     int8, int4, both = (by_kind[kind]["kl_mean"] for kind in KINDS)
@@ -130,7 +130,7 @@ def test_fewer_bits_lose_more_and_each_half_its_part(rows):
         assert row["kl_se"] > 0
 
 
-def test_requests_are_those_whose_pages_fit(trial, rows):
+def test_request_counts_follow_from_the_page_sizes(trial, rows):
     length = trial.windows.ids.shape[1]
 
     def request(kind):
@@ -145,7 +145,7 @@ def test_requests_are_those_whose_pages_fit(trial, rows):
     assert rows[1]["requests"] > 1.7 * BASELINE_REQUESTS
 
 
-def test_keys_are_planted_where_they_are_said_to_be():
+def test_keys_are_planted_at_the_stated_distances():
     windows = Windows(torch.arange(3 * 400).view(3, 400), None)
     found = plant_keys(windows)
     assert [one.distance for one in found] == [32, 64, 128, 256]
@@ -163,7 +163,7 @@ def test_keys_are_planted_where_they_are_said_to_be():
     assert plant_keys(Windows(torch.arange(60)[None], None)) == ()
 
 
-def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):
+def test_key_nats_are_log_probabilities_of_the_key(source, trial, rows):
     model = load(source, dtype=torch.float32).model
     planted = trial.keys[0]
     with torch.inference_mode():
@@ -176,7 +176,7 @@ def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):
     assert rows[2]["key_change_se"] > 0
 
 
-def test_an_evaluation_has_them_and_its_document_is_the_published_one(source):
+def test_an_evaluation_with_caches_follows_the_published_schema(source):
     changed = options(text=TEXT * 4, caches=("int8", "k=int8,v=int4"), windows=20)
     found = compared(source, [source], changed)
     assert [row["kind"] for row in found.rows[1]["caches"]] == ["16bit", "int8", "k=int8,v=int4"]
@@ -189,7 +189,7 @@ def test_an_evaluation_has_them_and_its_document_is_the_published_one(source):
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "gpt2"])
-def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, monkeypatch):
+def test_cache_comparison_is_refused_for_models_without_our_decoder(tiny, family, monkeypatch):
     monkeypatch.setattr(
         "quantforge.evaluation.compare_models.load", lambda *_: pytest.fail("loaded")
     )
@@ -200,7 +200,7 @@ def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, mo
 @pytest.mark.parametrize(
     "given", ["", "int5", "k=int8", "int8,", [], ["int8", "v=int4"], ["k=int8,v=int3"]]
 )
-def test_names_that_mean_nothing_are_refused(given):
+def test_unknown_cache_names_are_refused(given):
     if given == []:
         check_measurement_options({"cache": given})
         return

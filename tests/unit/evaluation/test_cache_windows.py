@@ -8,7 +8,7 @@ from tests.conftest import make_tiny
 from tests.evaluations import tokenizer_at
 
 
-def test_a_text_of_one_shortest_window_is_enough_whatever_the_positions(tmp_path):
+def test_a_text_of_one_minimal_window_is_enough(tmp_path):
     path = make_tiny("llama", tmp_path, max_position_embeddings=96)  # halves to 3, then to 1
     tokenizer = tokenizer_at(path)
     text = "ab"

@@ -28,7 +28,7 @@ from tests.evaluations import compared, options, windows_of
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
-def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
+def test_perplexity_equals_the_loss_of_transformers(tiny, family):
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32).eval()
@@ -41,7 +41,7 @@ def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
-def test_divergence_is_that_of_full_logits_in_float64(tiny, tmp_path, family):
+def test_divergence_equals_full_logits_in_float64(tiny, tmp_path, family):
     recipe = Recipe(scheme="int3:g32:sym", scales="absmax")
     quantize(str(tiny(family)), recipe, tmp_path / "out", Settings())
     windows = windows_of(tiny(family))
@@ -58,7 +58,7 @@ def test_divergence_is_that_of_full_logits_in_float64(tiny, tmp_path, family):
     torch.testing.assert_close(scores.nll.double(), nll, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_are_made_in_chunks(tiny, monkeypatch):
+def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows).scores
     logits, sizes = OutputHead.logits, []
@@ -81,7 +81,7 @@ def test_logits_are_made_in_chunks(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
-def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monkeypatch, family):
+def test_mlps_are_computed_in_chunks_of_tokens(tiny, monkeypatch, family):
     model, windows = load(tiny(family)).model, windows_of(tiny(family))
     with torch.inference_mode():
         whole = [hidden for _, hidden in final_hidden(model, windows.ids)]
@@ -97,7 +97,7 @@ def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monk
     assert "forward" not in vars(mlp)
 
 
-def test_a_head_that_cannot_be_split_takes_few_tokens_at_a_time(tiny, monkeypatch):
+def test_an_unsplittable_head_is_computed_in_chunks_of_tokens(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
     monkeypatch.setattr(OutputHead, "_weight_rows", lambda *_: None)
@@ -110,7 +110,7 @@ def test_a_head_that_cannot_be_split_takes_few_tokens_at_a_time(tiny, monkeypatc
 
 
 @pytest.mark.parametrize("whose", ["the model's", "the reference's"])
-def test_parts_are_split_as_both_heads_can_be(tiny, monkeypatch, whose):
+def test_vocabulary_is_split_only_if_both_heads_allow_it(tiny, monkeypatch, whose):
     class Uncut(OutputHead):
         def _weight_rows(self, part):
             return None
@@ -135,7 +135,7 @@ def noted(told: list[tuple[int, int]], report: Progress) -> None:
     told.append((report.done, report.total))
 
 
-def test_hidden_states_wait_where_they_are_told_to_and_progress_is_of_windows(tiny, tmp_path):
+def test_hidden_states_use_the_given_storage_and_progress_counts_windows(tiny, tmp_path):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
         told: list[tuple[int, int]] = []
@@ -151,7 +151,7 @@ def test_hidden_states_wait_where_they_are_told_to_and_progress_is_of_windows(ti
         assert min(steps) > 0
 
 
-def test_sums_over_parts_are_those_of_the_whole():
+def test_logit_sums_over_chunks_equal_cross_entropy():
     torch.manual_seed(0)
     logits = torch.randn(6, 50) * torch.tensor([0.1, 1, 5, 30, 80, 3])[:, None]
     targets = torch.tensor([0, 7, 49, 20, 33, 12])
@@ -182,7 +182,7 @@ def test_models_are_compared_window_by_window():
     assert worse.mean_nll.error > 10 * increase.error
 
 
-def test_quantiles_are_of_tokens():
+def test_quantiles_are_taken_over_tokens():
     found = Divergence(torch.arange(100.0).view(4, 25).flip(0), torch.ones(4, 25))
     assert found.quantile(0.5) == 50
     assert found.quantile(0.99) == 99

@@ -70,7 +70,7 @@ def with_bos(source: Path, target: Path) -> Path:
 # Windows and protocol
 
 
-def test_without_bos_windows_cut_the_document_end_to_end(tiny):
+def test_without_bos_windows_cut_the_document_without_gaps(tiny):
     path = tiny("llama-tied")
     windows = windows_of(path)
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
@@ -79,7 +79,7 @@ def test_without_bos_windows_cut_the_document_end_to_end(tiny):
     assert windows.targets.tolist() == [ids[i + 1 : i + 24] for i in range(0, 96, 24)]
 
 
-def test_with_bos_every_window_begins_with_it(tiny, tmp_path):
+def test_with_bos_every_window_begins_with_bos(tiny, tmp_path):
     path = with_bos(tiny("llama-tied"), tmp_path)
     windows = windows_of(path)
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
@@ -101,7 +101,7 @@ def test_nothing_to_score_is_an_error(tiny, text):
         compared(tiny("llama-tied"), [], options(text=text))
 
 
-def test_the_protocol_says_what_was_scored(found):
+def test_the_protocol_states_text_windows_and_dtype(found):
     text = str(found.protocol)
     for part in ("a test", "4 windows of 24", "no BOS", "92 tokens scored", "float32"):
         assert part in text
@@ -111,7 +111,7 @@ def test_the_protocol_says_what_was_scored(found):
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
-def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
+def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, found):
     """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
     source, told = tiny("llama-tied"), []
     eight = compared(source, [rounded], options(), Settings(input_bits=8, note=told.append))
@@ -130,7 +130,7 @@ def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
-def test_what_keeps_its_inputs_is_told(tiny, tmp_path):
+def test_input_bits_without_effect_give_a_note(tiny, tmp_path):
     recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
     quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())
     told: list[str] = []
@@ -138,7 +138,7 @@ def test_what_keeps_its_inputs_is_told(tiny, tmp_path):
     assert any(line.startswith("nf4: ") and "keep activations of 16 bits" in line for line in told)
 
 
-def test_a_model_does_not_differ_from_itself(found):
+def test_a_model_has_zero_divergence_from_itself(found):
     reference, itself, rounded = found.rows
     assert itself["kl_mean"] == itself["kl_p99"] == itself["perplexity_increase"] == 0
     assert itself["top1_agreement"] == 1
@@ -158,7 +158,7 @@ def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, fo
 # Refusals
 
 
-def test_a_model_that_gives_no_numbers_has_no_figure(tiny):
+def test_nan_scores_are_an_error(tiny):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     reference = score_reference(model, windows)
     model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
@@ -170,13 +170,13 @@ def test_a_model_that_gives_no_numbers_has_no_figure(tiny):
         divergence.check_finite(torch.empty(0, 4), "NLL")
 
 
-def test_another_tokenizer_is_refused(tiny, tmp_path):
+def test_a_different_tokenizer_is_refused(tiny, tmp_path):
     other = with_bos(tiny("llama-tied"), tmp_path)
     with pytest.raises(InputError, match="other tokens of the text"):
         compared(tiny("llama-tied"), [other], options())
 
 
-def test_another_vocabulary_is_refused(tiny):
+def test_a_different_vocabulary_size_is_refused(tiny):
     windows = windows_of(tiny("llama-tied"))
     reference = score_reference(load(tiny("llama-tied")).model, windows)
     reference.head.vocabulary += 64
@@ -184,13 +184,13 @@ def test_another_vocabulary_is_refused(tiny):
         score(load(tiny("llama-tied")).model, windows, reference)
 
 
-def test_windows_longer_than_the_model_are_refused(tiny):
+def test_windows_longer_than_the_model_positions_are_refused(tiny):
     with pytest.raises(InputError, match="128 positions"):
         compared(tiny("llama-tied"), [], options(length=129))
     assert compared(tiny("llama-tied"), [], options(length=128)).rows
 
 
-def test_a_head_that_does_more_is_refused(tiny, monkeypatch):
+def test_a_head_with_unknown_operations_is_refused(tiny, monkeypatch):
     model, windows = load(tiny("gemma2")).model, windows_of(tiny("gemma2"))
     assert score_reference(model, windows)
     model.config.final_logit_softcapping = 3.0  # seen by the model and by our head
@@ -228,7 +228,7 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
 # The whole document
 
 
-def test_the_document_has_the_keys_of_the_schema(found):
+def test_the_evaluation_document_has_the_schema_keys(found):
     document = json.loads(report.render(found, "json"))
     assert document["schema"] == "quantforge.eval/2"
     assert set(document) == {
@@ -268,7 +268,7 @@ def test_without_speed_and_with_one_window_figures_are_absent(tiny):
     assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_utilization"] is None
 
 
-def test_one_model_at_a_time(tiny, rounded, monkeypatch):
+def test_one_model_is_in_memory_at_a_time(tiny, rounded, monkeypatch):
     loaded = []
 
     def watched(*args, **named):
@@ -297,7 +297,7 @@ def test_progress_counts_windows(tiny):
     assert shares == sorted(shares)
 
 
-def test_every_figure_has_a_share_of_the_progress(tiny, monkeypatch):
+def test_every_evaluation_phase_has_a_share_of_the_progress(tiny, monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
@@ -322,7 +322,7 @@ def test_every_figure_has_a_share_of_the_progress(tiny, monkeypatch):
         (0.0, 0.0, ("good", "bad")),
     ],
 )
-def test_gates(found, ppl, kl, failing):
+def test_perplexity_and_kl_gates_name_failing_models(found, ppl, kl, failing):
     rows = [
         {**found.rows[0], "path": path, "perplexity_increase": increase, "kl_mean": mean}
         for path, increase, mean in (
@@ -351,7 +351,7 @@ def test_a_tokenizer_that_fails_on_the_text_is_bad_input(tiny, tmp_path):
         compared(model, [], options())
 
 
-def test_figures_of_tasks_are_finite_numbers():
+def test_only_finite_task_metrics_are_kept():
     given = {
         "alias": "x",
         "acc,none": 0.5,

@@ -74,7 +74,7 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
     assert found["diverged_answers"] == sum(point is not None for point in first) > 0
 
 
-def test_answers_that_part_are_told_from_those_that_end_early():
+def test_summary_of_answers_that_diverge_or_end_early():
     assert first_difference((1, 2, 3), (1, 2, 3)) is None
     assert first_difference((1, 2, 3), (1, 5, 3)) == 1
     assert first_difference((1, 2, 3), (1, 2)) == 2
@@ -90,7 +90,7 @@ def test_answers_that_part_are_told_from_those_that_end_early():
     assert found["length_ratio"] == 6 / 4
 
 
-def test_prompts_that_leave_no_room_are_refused_before_the_work(models):
+def test_prompts_too_long_for_the_positions_are_refused(models):
     prompts = Prompts("long", ("short", "the weights " * 60), 64)
     with pytest.raises(InputError, match=r"prompt 2 has \d+ tokens, 64 are generated"):
         compared(models[0], [], options(prompts=prompts))
@@ -120,7 +120,7 @@ def test_prompts_are_paragraphs_or_records(tmp_path):
     assert read_prompts(str(text), None, offline=True) == ["x" * (1 << 20)]
 
 
-def test_prompts_are_rendered_by_the_template(tmp_path):
+def test_prompts_are_rendered_with_the_chat_template(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     )
@@ -129,7 +129,7 @@ def test_prompts_are_rendered_by_the_template(tmp_path):
     assert read_prompts(str(text), tmp_path, offline=True) == ["[user] one", "[user] two"]
 
 
-def test_prompts_with_tools_are_rendered_with_them_and_other_columns_are_noted(tmp_path):
+def test_prompts_are_rendered_with_tools_and_unused_columns_noted(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ tools[0].name }}: {{ messages[0].content }}")
     row = {"messages": [{"role": "user", "content": "one"}], "tools": [{"name": "sun"}], "id": 1}
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
@@ -140,7 +140,7 @@ def test_prompts_with_tools_are_rendered_with_them_and_other_columns_are_noted(t
     assert notes == ["--generated: columns that are not used: id in p.jsonl"]
 
 
-def test_the_error_of_a_block_is_its_own(models):
+def test_block_errors_exclude_errors_of_earlier_blocks(models):
     source, _ = models
     window = windows_of(source).ids[0]
     reference, other = load(source).model, load(source).model
@@ -159,7 +159,7 @@ def test_the_error_of_a_block_is_its_own(models):
         )
 
 
-def test_a_block_that_differs_from_one_that_adds_nothing_has_no_error(models):
+def test_a_block_error_relative_to_zero_is_none(models):
     source, _ = models
     reference, other = load(source).model, load(source).model
     for layer in (reference.model.layers[1], other.model.layers[1]):
@@ -172,7 +172,7 @@ def test_a_block_that_differs_from_one_that_adds_nothing_has_no_error(models):
     assert block_errors(other, kept) == [0, None, 0]
 
 
-def test_blocks_that_do_not_correspond_have_no_figure(models, tiny):
+def test_block_errors_need_the_same_number_of_blocks(models, tiny):
     window = windows_of(models[0]).ids[0]
     kept = block_states(load(models[0]).model, window)
     shorter = load(models[0]).model

@@ -15,7 +15,7 @@ from scripts import tiny_families
 IDS = torch.arange(12)[None] + 2
 
 
-def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
+def test_layers_before_the_output_layer_use_the_models_code(
     tmp_path: Path,
 ) -> None:
     model = load(tiny_families.write("modernbert-decoder", tmp_path / "m")).model
@@ -29,14 +29,12 @@ def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
     assert list(head.vocabulary_slices(5)) == [slice(0, head.vocabulary)]
 
 
-def test_a_head_that_is_one_matrix_is_still_cut() -> None:
+def test_a_single_matrix_head_splits_its_vocabulary() -> None:
     assert checked_head(tiny_families.build("llama").float(), IDS).splits_vocabulary
 
 
 @pytest.mark.parametrize(
     ("family", "blocks"), [("modernbert-decoder", "model.layers"), ("llama", "model.layers")]
 )
-def test_an_output_layer_that_is_called_the_decoder_is_not_searched_for_blocks(
-    family: str, blocks: str
-) -> None:
+def test_an_output_layer_named_decoder_is_not_searched_for_blocks(family: str, blocks: str) -> None:
     assert block_list_name(tiny_families.build(family)) == blocks

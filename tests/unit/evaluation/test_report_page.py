@@ -129,7 +129,7 @@ def without(evaluation: Evaluation, *keys: str) -> Evaluation:
     return replace(evaluation, rows=rows)
 
 
-def test_the_page_holds_everything_in_order_and_needs_nothing_else(page):
+def test_the_report_page_has_all_sections_and_no_external_resources(page):
     text = page.read_text()
     order = [
         "<h1>source: 4 models compared", "2026-01-02", 'class="verdict"', "Winners", "KL divergence against size",
@@ -143,7 +143,7 @@ def test_the_page_holds_everything_in_order_and_needs_nothing_else(page):
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
 
 
-def test_a_text_is_named_in_the_command_unless_it_was_found(evaluation):
+def test_the_report_command_names_a_text_given_by_the_user(evaluation):
     for found in (True, False):
         named = replace(evaluation.protocol, text="evaluation.txt (SHA-256 ab)")
         options = replace(evaluation.options, text_found=found)
@@ -151,7 +151,7 @@ def test_a_text_is_named_in_the_command_unless_it_was_found(evaluation):
         assert ("--text evaluation.txt " in text) != found
 
 
-def test_a_model_whose_speed_was_unsteady_is_named_and_its_figure_marked(evaluation):
+def test_unsteady_speeds_are_marked_and_explained(evaluation):
     fast = {**evaluation.rows[4], "decode_tokens_per_second": 4321.0, "tpot_spread": 20.0}
     found = replace(evaluation, rows=(*evaluation.rows[:4], fast))
     for kind, places in (("html", 3), ("markdown", 2)):  # the verdict, its card, the table
@@ -166,7 +166,7 @@ def test_a_model_whose_speed_was_unsteady_is_named_and_its_figure_marked(evaluat
     assert "unsteady" not in notes(evaluation, ())[-1]
 
 
-def test_foreign_text_stays_text(page):
+def test_generated_text_is_escaped_in_html(page):
     text = page.read_text()
     assert "<script>alert" not in text
     assert "<b>" not in text
@@ -201,7 +201,7 @@ def test_sections_without_figures_are_left_out(evaluation):
     assert "KL divergence" not in alone.partition("All figures")[0]
 
 
-def test_a_model_that_does_not_differ_has_no_place_on_a_logarithmic_axis(evaluation):
+def test_zero_divergence_is_left_out_of_logarithmic_charts(evaluation):
     same = {**evaluation.rows[1], "kl_mean": 0.0, "kl_se": 0.0, "block_errors": [0.0] * 3,
             "kl_quantiles": dict.fromkeys(map(str, QUANTILES), 0.0)}  # fmt: skip
     text = render(replace(evaluation, rows=(evaluation.rows[0], same)), "html")
@@ -213,7 +213,7 @@ def test_a_model_that_does_not_differ_has_no_place_on_a_logarithmic_axis(evaluat
     ("ratio", [1.0, 1.01, 1.2, 1.9, 4.6, 9.5, 70.0, 1e5]),
     ("base", [3.77e6, 1.93e8, 8.9e10]),
 )
-def test_every_axis_has_three_labels_whatever_its_range(base, ratio):
+def test_every_chart_axis_has_three_distinct_labels(base, ratio):
     """Of figures on logarithmic axes, and of the sizes beside them; what covers another is not drawn."""
     values = [base, base * ratio**0.4, base * ratio]
     drawn = [
@@ -238,7 +238,7 @@ def test_every_axis_has_three_labels_whatever_its_range(base, ratio):
                 assert len({*labels}) == len(labels)
 
 
-def test_a_block_without_a_figure_is_left_out_of_the_chart_and_a_dash_in_the_table(evaluation):
+def test_a_missing_block_error_is_a_dash_in_the_table(evaluation):
     one = {**evaluation.rows[1], "block_errors": [0.25, None, 0.5]}
     found = replace(evaluation, rows=(evaluation.rows[0], one))
     text = render(found, "html")
@@ -250,7 +250,7 @@ def test_a_block_without_a_figure_is_left_out_of_the_chart_and_a_dash_in_the_tab
     jsonschema.validate(json.loads(render(found, "json")), schema)
 
 
-def test_the_commands_make_it_again(page):
+def test_the_report_lists_commands_that_reproduce_it(page):
     text = page.read_text()
     assert "quantforge quantize source --recipe demo-rtn.toml -o demo-rtn" in text
     assert (
@@ -262,7 +262,7 @@ def test_the_commands_make_it_again(page):
     assert "--cache int8,int4 --engine llama.cpp --adapter lora --threads 1 --report" in text
 
 
-def test_the_document_follows_its_published_schema(evaluation):
+def test_the_evaluation_document_follows_its_published_schema(evaluation):
     schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     document = json.loads(render(evaluation, "json"))
@@ -274,7 +274,7 @@ def test_the_document_follows_its_published_schema(evaluation):
             jsonschema.validate(broken, schema)
 
 
-def test_names_beside_the_plot_do_not_meet():
+def test_plot_labels_do_not_overlap():
     for wanted in ([5, 5, 5], [100, 101, 102, 300], [290, 291, 299], [6, 150, 294]):
         places = spread_labels(wanted, LABEL_SPACING, 6, 294)
         assert all(later - first >= LABEL_SPACING for first, later in pairwise(places))
@@ -284,13 +284,13 @@ def test_names_beside_the_plot_do_not_meet():
     assert shorten("demo", 11) == "demo"
 
 
-def test_words_that_differ_are_marked():
+def test_differing_words_are_marked():
     assert mark_differences("a b x d", "a b c d") == [("a b ", False), ("x", True), (" d", False)]
     assert mark_differences("a b", "a b") == [("a b", False)]
     assert mark_differences("", "a") == []
 
 
-def test_cells_sort_by_their_figure_whatever_the_unit():
+def test_table_cells_sort_by_value_across_units():
     assert float(sort_key("950 kB")) < float(sort_key("3.72 MB")) < float(sort_key("1.20 GB"))
     assert float(sort_key("1.20 s")) > float(sort_key("950 ms"))
     assert float(sort_key("0.0045 ± 0.0001")) == 0.0045
@@ -383,7 +383,7 @@ def test_tables_sort_by_keyboard(running, page):
         assert last >= 5
 
 
-def test_both_schemes_are_readable(running, page):
+def test_light_and_dark_schemes_have_enough_contrast(running, page):
     """The contrast of text is at least 4.5 (WCAG 2 AA)."""
     for scheme in SCHEMES:
         with shown(running, page, 768, scheme) as tab:

@@ -27,7 +27,7 @@ from tests.fake_decoder import FakeDecoder
 TEXT = list(range(50))
 
 
-def test_same_seed_same_stream():
+def test_the_same_seed_draws_the_same_requests():
     options = RequestStream(20, rate=5, shared=8, share=0.5, seed=3)
     one, two = options.draw(TEXT), options.draw(TEXT)
     assert one == two
@@ -36,12 +36,12 @@ def test_same_seed_same_stream():
     assert all(16 <= item.new_tokens <= 64 for item in one)
 
 
-def test_arrivals_are_as_frequent_as_asked():
+def test_arrivals_have_the_requested_rate():
     found = RequestStream(4000, rate=20, seed=1).draw(TEXT)
     assert 3999 / found[-1].arrival == pytest.approx(20, rel=0.05)
 
 
-def test_share_begins_alike():
+def test_a_share_of_prompts_has_the_shared_prefix():
     found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).draw(TEXT)
     long = [one for one in found if len(one.prompt_ids) == 22]
     assert len(long) + sum(len(one.prompt_ids) == 12 for one in found) == 1000
@@ -53,7 +53,7 @@ def test_share_begins_alike():
 @pytest.mark.parametrize(
     "text", ["", "0", "5..4", "a", "1..", "..5", "1.5", "-3", "9" * 30, "1..2..3"]
 )
-def test_lengths_that_are_none(text):
+def test_malformed_length_ranges_are_refused(text):
     with pytest.raises(UsageError):
         LengthRange.parse(text, "--new-tokens")
 
@@ -61,7 +61,7 @@ def test_lengths_that_are_none(text):
 @pytest.mark.parametrize(
     "text", ["", "ttft", "ttft=5", "ttft=ms", "x=5ms", "ttft=5ms,ttft=6ms", "ttft=-1s", "ttft=nans"]
 )
-def test_limits_that_are_none(text):
+def test_malformed_slo_limits_are_refused(text):
     with pytest.raises(UsageError):
         Slo.parse(text, "--slo")
 
@@ -72,14 +72,14 @@ def test_limits_that_are_none(text):
      '{"at": 0, "prompt_tokens": 0, "new_tokens": 1}', '{"at": 0, "prompt_tokens": true, "new_tokens": 1}', "",
      '{"at": 0, "prompt_tokens": 1.5, "new_tokens": 1}', '{"at": "0", "prompt_tokens": 1, "new_tokens": 1}'],
 )  # fmt: skip
-def test_traces_that_are_none(tmp_path, line):
+def test_malformed_traces_are_refused(tmp_path, line):
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(InputError, match=r"trace\.jsonl"):
         read_trace(path, TEXT)
 
 
-def test_trace_in_order_of_arrival(tmp_path):
+def test_a_trace_is_sorted_by_arrival(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"at": 2, "prompt_tokens": 3, "new_tokens": 4}\n\n{"at": 0.5, "prompt_tokens": 60, "new_tokens": 1}\n'
@@ -91,7 +91,7 @@ def test_trace_in_order_of_arrival(tmp_path):
     ]
 
 
-def test_figures_by_hand():
+def test_load_figures_equal_values_computed_by_hand():
     served = [
         ServedRequest(0.0, 10, [1.0, 1.5, 2.0]),
         ServedRequest(1.0, 20, [1.2]),
@@ -112,26 +112,26 @@ def test_figures_by_hand():
     assert found.errors == {"status 500": 1}
 
 
-def test_published_cost():
+def test_cost_per_million_tokens_equals_a_published_example():
     """2 an hour at 2000 tokens a second are 0.28 for a million."""
     found = summarize([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
     assert found.cost == pytest.approx(0.2778, abs=1e-4)
 
 
-def test_nothing_came():
+def test_load_figures_without_any_token():
     found = summarize([ServedRequest(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
     assert (found.tokens_per_second, found.goodput, found.cost, found.failed) == (0.0, 0.0, None, 1)
 
 
 @given(st.lists(st.floats(0, 10), max_size=8), st.integers(0, 40))
-def test_every_token_has_a_time(pieces, tokens):
+def test_token_times_cover_every_token(pieces, tokens):
     found = spread_over_tokens(sorted(pieces), tokens)
     assert len(found) == (max(tokens, len(pieces)) if pieces else 0)
     assert set(found) == set(pieces)
     assert found == sorted(found)
 
 
-def test_stream_on_an_engine():
+def test_a_request_stream_is_served_in_process():
     requests = [TimedRequest(0.02 * place, (1, 2, place), 3 + place % 4) for place in range(12)]
     told = []
     run = serve_in_process(
@@ -217,7 +217,7 @@ class Server:
 
 
 @pytest.mark.parametrize("piece", [1, 3])
-def test_stream_to_a_server(piece):
+def test_a_request_stream_is_sent_to_a_server(piece):
     pytest.importorskip("aiohttp")
     requests = [TimedRequest(0.01 * place, (1, 2, place), 5) for place in range(8)]
     server = Server(fail={3}, piece=piece)  # the first is the one that warms up
@@ -232,7 +232,7 @@ def test_stream_to_a_server(piece):
 
 @pytest.mark.parametrize("text", ["x", ""])
 @pytest.mark.parametrize("noted", [True, False])
-def test_tokens_without_a_text_are_tokens(text, noted):
+def test_empty_text_pieces_count_as_tokens(text, noted):
     """Those that end a text come as empty pieces from vLLM; llama.cpp notes the end in one that is no token."""
     pytest.importorskip("aiohttp")
     with Server(text=text, noted=noted) as url:
@@ -242,7 +242,7 @@ def test_tokens_without_a_text_are_tokens(text, noted):
     assert waited.token_times[0] < waited.token_times[-1]
 
 
-def test_a_server_may_close_a_connection_that_it_has_kept():
+def test_a_closed_keep_alive_connection_is_reopened():
     pytest.importorskip("aiohttp")
     with Server(once=True) as url:
         served = send_to_server(
@@ -251,7 +251,7 @@ def test_a_server_may_close_a_connection_that_it_has_kept():
     assert [(one.error, len(one.token_times)) for one in served] == [("", 5)] * 3
 
 
-def test_servers_that_are_none():
+def test_unreachable_or_unsuitable_servers_are_refused():
     pytest.importorskip("aiohttp")
     one = [TimedRequest(0.0, (1,), 1)]
     with pytest.raises(UsageError):

@@ -15,7 +15,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.memory import PeakMemory
 
 
-def test_peak_memory_sees_what_is_allocated_and_freed():
+def test_peak_memory_includes_freed_allocations():
     with PeakMemory() as peak:
         block = torch.ones(16 << 20)
         del block
@@ -44,7 +44,7 @@ def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
         speed.measure_speed(loaded, prompt[:, :0], 1e9)
 
 
-def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
+def test_speed_without_our_decoder_uses_transformers(tiny):
     measured = speed.measure_speed(load(tiny("gpt2")), torch.arange(40)[None], 1e9)
     assert measured["decoder"] == "transformers"
     assert measured["kv_bytes_per_token"] is None
@@ -70,13 +70,13 @@ def test_a_quantized_cache_is_measured(tiny):
     assert measured["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 2)
 
 
-def test_read_bandwidth_is_a_rate(monkeypatch):
+def test_read_bandwidth_is_plausible(monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 8 << 20)
     assert 1e8 < speed.read_bandwidth() < 1e13
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_time_and_memory_are_of_the_gpu_that_is_named(name, monkeypatch):
+def test_time_and_memory_use_the_named_gpu(name, monkeypatch):
     asked = []
     for function in (
         "synchronize",

@@ -36,7 +36,7 @@ CODE = {
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_code_is_refused(name, tmp_path):
+def test_task_files_with_code_are_refused(name, tmp_path):
     file = tmp_path / "task.yaml"
     file.write_text(f"task: mine\n{CODE[name]}\n")
     with pytest.raises(RefusedError, match=r"task\.yaml: \w") as refused:
@@ -46,7 +46,7 @@ def test_code_is_refused(name, tmp_path):
         assert read_task(file, allow_code=True) == ("mine", False)
 
 
-def test_data_and_templates_pass(tmp_path):
+def test_task_files_with_data_and_templates_are_accepted(tmp_path):
     (tmp_path / "base.yaml").write_text(FINE)
     (tmp_path / "task.yaml").write_text("include: base.yaml\ntask: other\n")
     assert read_task(tmp_path / "task.yaml") == ("other", False)
@@ -55,13 +55,13 @@ def test_data_and_templates_pass(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["null", "5", "''", "[a]"])
-def test_names_are_texts(name, tmp_path):
+def test_task_names_must_be_strings(name, tmp_path):
     (tmp_path / "task.yaml").write_text(FINE.replace("task: mine", f"task: {name}"))
     with pytest.raises(InputError, match="has no name"):
         read_task(tmp_path / "task.yaml")
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
+def test_two_task_files_with_one_name_are_refused(tmp_path):
     files = [tmp_path / "a.yaml", tmp_path / "b.yml"]
     for file in files:
         file.write_text(FINE)
@@ -69,7 +69,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         check(Tasks(tuple(map(str, files))))
 
 
-def test_what_is_included_is_looked_at(tmp_path):
+def test_included_task_files_are_checked(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "task.yaml").write_text("include: [sub/one.yaml]\n")
     (tmp_path / "sub" / "one.yaml").write_text("include: two.yaml\n")
@@ -81,13 +81,13 @@ def test_what_is_included_is_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a: [", "a: b: c", "\0", "[" * 50_000, "a: " + "{x: " * 200])
-def test_files_that_are_no_yaml_are_refused_at_once(text, tmp_path):
+def test_invalid_yaml_is_refused_at_once(text, tmp_path):
     (tmp_path / "task.yaml").write_text(text)
     with pytest.raises(InputError, match="not YAML"):
         read_task(tmp_path / "task.yaml")
 
 
-def test_many_aliases_of_aliases_are_looked_at_once(tmp_path):
+def test_nested_yaml_aliases_are_visited_once(tmp_path):
     levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))
     (tmp_path / "task.yaml").write_text(f"task: mine\na0: &a0 [x]\n{levels}\n")
     read_task(tmp_path / "task.yaml")

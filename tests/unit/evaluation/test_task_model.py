@@ -49,7 +49,7 @@ def by_hand(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_continuations_have_the_likelihood_of_their_tokens(made, family):
+def test_continuation_scores_equal_summed_token_likelihoods(made, family):
     answers = made(family)
     found = answers.score_continuations(PAIRS)
     for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
@@ -60,7 +60,7 @@ def test_continuations_have_the_likelihood_of_their_tokens(made, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_continuation_without_a_token_is_certain(made, family):
+def test_an_empty_continuation_has_likelihood_one(made, family):
     """Beside others too, and where the context is a single token that nothing precedes."""
     answers = made(family)
     answers_of_x = answers.score_continuations([("x", "y")])
@@ -71,7 +71,7 @@ def test_a_continuation_without_a_token_is_certain(made, family):
 
 
 @pytest.mark.tokens
-def test_what_the_model_would_say_is_greedy(made):
+def test_generated_tokens_are_scored_as_greedy(made):
     answers, seen = made(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
         said = answers.generate(context, GenerationArguments(new_tokens=1))
@@ -82,7 +82,7 @@ def test_what_the_model_would_say_is_greedy(made):
     assert seen
 
 
-def test_tokens_of_a_continuation(made):
+def test_context_spaces_belong_to_the_continuation(made):
     answers = made()
     encode = answers._tokenizer.encode
     # Spaces at the end of a context belong to what follows.
@@ -93,7 +93,7 @@ def test_tokens_of_a_continuation(made):
     assert alone.count == len(alone.ids) - 1
 
 
-def test_what_is_too_long_loses_its_beginning(made):
+def test_long_contexts_are_truncated_at_the_start(made):
     answers = made("llama", 8)
     scored = answers.encode_pair(
         "the weights of the model are rounded to the nearest", " point of the grid"
@@ -118,7 +118,7 @@ def test_every_token_of_a_text_is_scored_once(ids, positions):
     assert all(len(part.ids) - 1 == positions for part in parts[1:])  # with what comes before
 
 
-def test_a_text_is_the_sum_of_its_windows(made):
+def test_a_text_score_is_the_sum_of_its_windows(made):
     answers = made("llama", 16)
     text = "the weights of the model are rounded to the nearest point of the grid, row by row; " * 3
     ids = answers._tokenizer.encode(text)
@@ -135,7 +135,7 @@ def test_batches_are_of_similar_lengths():
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_going_on_is_greedy_generation(made, family):
+def test_generation_equals_greedy_transformers_and_stops(made, family):
     answers = made(family)
     context, tokenizer = "the weights of the", answers._tokenizer
     ids = answers._prefix + tokenizer.encode(context)
@@ -159,7 +159,7 @@ def test_more_tokens_than_positions_are_refused(made):
         made().generate("the", GenerationArguments(new_tokens=64))
 
 
-def test_a_likelihood_that_is_no_number_is_an_error(tiny):
+def test_a_nan_likelihood_is_an_error(tiny):
     model = load(tiny("llama")).model
     answers = TaskModel(model, tokenizer_at(tiny("llama")), 64)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_a_likelihood_that_is_no_number_is_an_error(tiny):
         answers.score_continuations([("the", " model")])
 
 
-def test_arguments_of_generation():
+def test_generation_arguments_are_parsed_from_requests():
     parsed = GenerationArguments.from_request(
         {"until": ["\n"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}
     )
@@ -185,7 +185,7 @@ def test_arguments_of_generation():
         GenerationArguments.from_request({"num_beams": 4})
 
 
-def test_what_cannot_be_run_is_refused_before_work(tmp_path, monkeypatch):
+def test_unusable_task_requests_are_refused_before_work(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no task"):
         check(Tasks(()))
     with pytest.raises(InputError, match="no file"):

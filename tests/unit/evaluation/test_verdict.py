@@ -17,7 +17,7 @@ def row(name, nbytes=4_000_000, kl=None, pace=None, **changes):
 REFERENCE = row("wren", 8_000_000, pace=1000.0)
 
 
-def test_the_front_is_what_nothing_beats():
+def test_the_pareto_front_holds_undominated_models():
     rows = [
         REFERENCE,
         row("large", 6_000_000, 0.001),
@@ -32,19 +32,19 @@ def test_the_front_is_what_nothing_beats():
     ]  # fmt: skip
 
 
-def test_a_rival_in_the_same_bytes_is_named_with_the_ratio():
+def test_a_verdict_names_the_rival_of_equal_size():
     said = judge([REFERENCE, row("rtn", kl=0.0183), row("gptq", kl=0.0063)]).sentences
     assert said[0] == "gptq: KL 0.00630, 2.90 times less than rtn in the same bytes"
 
 
-def test_fewer_bytes_are_said_and_a_much_larger_model_is_no_rival():
+def test_a_verdict_states_fewer_bytes_and_skips_larger_rivals():
     rows = [REFERENCE, row("gptq", 4_000_000, 0.0063), row("rtn", 4_400_000, 0.0183)]
     assert judge(rows).sentences[0].endswith("2.90 times less than rtn in 9% fewer bytes")
     rows[2] = row("rtn", 5_500_000, 0.0183)
     assert not any("times less" in text for text in judge(rows).sentences)
 
 
-def test_a_model_without_divergence_gets_its_own_saving():
+def test_a_lossless_model_is_credited_with_its_saved_bytes():
     rows = [REFERENCE, row("exact", 4_000_000, 0.0), row("rtn", 4_400_000, 0.0183)]
     said = "exact: KL 0 in 9% fewer bytes than rtn, which has KL 0.0183"
     assert judge(rows).sentences[0] == said
@@ -52,7 +52,7 @@ def test_a_model_without_divergence_gets_its_own_saving():
     assert judge(rows).sentences[0] == "exact: KL 0 in the same bytes as rtn, which has KL 0.0183"
 
 
-def test_a_difference_within_the_error_is_no_difference():
+def test_differences_within_the_error_are_not_claimed():
     rows = [REFERENCE, row("rtn", kl=0.0064, kl_se=0.001), row("gptq", kl=0.0063, kl_se=0.001)]
     assert (
         judge(rows).sentences[0]
@@ -94,11 +94,11 @@ def test_nothing_to_compare_is_no_error(rows):
         (1.0164e-6, "1.02e-06"), (-0.2190, "-0.219"), (1e6, "1000000"),
     ],
 )  # fmt: skip
-def test_three_significant_digits(value, text):
+def test_figures_have_three_significant_digits(value, text):
     assert significant(value) == text
 
 
-def test_errors_have_the_decimals_of_their_figure_and_sizes_a_unit():
+def test_errors_and_sizes_are_formatted():
     assert value_and_error(227.677, 30.08) == "228 ± 30"
     assert value_and_error(0.00547021, 0.000614) == "0.00547 ± 0.00061"
     assert value_and_error(1.5, None) == "1.50"
@@ -111,7 +111,7 @@ def test_errors_have_the_decimals_of_their_figure_and_sizes_a_unit():
     assert [size(n) for n in (0, 999, 999_900, 3_724_224)] == ["0 B", "999 B", "1.00 MB", "3.72 MB"]
 
 
-def test_speeds_within_the_spread_of_the_steps_are_no_difference():
+def test_speeds_within_the_spread_are_a_tie():
     rows = [
         row("wren", 8_000_000, pace=1000.0, tpot_spread=0.01),
         row("a", 4_000_000, 0.02, 3330.0, tpot_spread=0.01),
@@ -127,7 +127,7 @@ def test_speeds_within_the_spread_of_the_steps_are_no_difference():
     assert said == "fastest: a (3330 tokens/s; not told apart: wren, b, c)"
 
 
-def test_speeds_that_other_programs_slowed_down_are_not_compared(monkeypatch):
+def test_disturbed_speed_measurements_are_not_compared(monkeypatch):
     monkeypatch.setattr("quantforge.evaluation.verdict.FULL_SHARE", 0.9)
     rows = [
         row("wren", 8_000_000, pace=1000.0, processor_share=0.98),
@@ -160,7 +160,7 @@ TIMED = dict.fromkeys((
 )) | {"kernels": {}}  # fmt: skip
 
 
-def test_the_same_bytes_and_a_divergence_within_its_error_have_no_single_winner():
+def test_ties_in_size_and_divergence_name_both_models():
     rows = [REFERENCE, row("a", kl=0.0063, kl_se=0.001), row("b", kl=0.0064, kl_se=0.001)]
     assert judge(rows).sentences[1:] == (
         "smallest: a (weights 4.00 MB, 2.00 times smaller than wren; as small: b)",
@@ -168,7 +168,7 @@ def test_the_same_bytes_and_a_divergence_within_its_error_have_no_single_winner(
     )
 
 
-def test_a_reference_that_is_smaller_or_faster_is_not_passed_over():
+def test_a_smaller_or_faster_reference_is_mentioned():
     rows = [row("q4", 3_000_000, pace=1000.0), row("wren", 8_000_000, 0.01, 500.0)]
     assert judge(rows).sentences == (
         "smallest after the reference: wren (weights 8.00 MB, 2.67 times larger than q4)",

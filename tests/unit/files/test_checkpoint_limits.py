@@ -40,14 +40,14 @@ def header_refused(path: Path) -> str:
 # --- safetensors ----------------------------------------------------------------------------------
 
 
-def test_a_header_of_32_mb_is_read_and_no_larger_one(path: Path) -> None:
+def test_the_header_limit_is_32_mb(path: Path) -> None:
     padded(path, MB_32.to_bytes(8, "little") + b"{}", 8 + MB_32)
     assert read_header(path) == {}
     padded(path, (MB_32 + 1).to_bytes(8, "little") + b"{}", 9 + MB_32)
     assert f"a header of {MB_32 + 1} bytes, more than {MB_32}" in header_refused(path)
 
 
-def test_names_of_4096_bytes_and_shapes_of_64_sizes_are_read_and_no_longer_ones(path: Path) -> None:
+def test_limits_of_name_length_and_rank(path: Path) -> None:
     path.write_bytes(file(one("n" * 4096, shape=[1] * 64), b"1234"))
     assert read_header(path)["n" * 4096].shape == (1,) * 64
     path.write_bytes(file(one("n" * 4097), b"1234"))
@@ -57,12 +57,12 @@ def test_names_of_4096_bytes_and_shapes_of_64_sizes_are_read_and_no_longer_ones(
 
 
 @pytest.mark.parametrize(("size", "told"), [(80, ""), (81, " (81 bytes)")])
-def test_80_characters_of_a_bad_name_are_shown(path: Path, size: int, told: str) -> None:
+def test_bad_tensor_names_are_shown_up_to_80_characters(path: Path, size: int, told: str) -> None:
     path.write_bytes(file(one("\n" + "n" * (size - 1)), b"1234"))
     assert rf"tensor name '\n{'n' * 79}'{told}: expected" in header_refused(path)
 
 
-def test_an_entry_is_its_place_whatever_the_time_of_its_file(path: Path) -> None:
+def test_entry_equality_ignores_the_file_stamp(path: Path) -> None:
     path.write_bytes(file(one(), b"1234"))
     first = read_header(path)["a"]
     os.utime(path, ns=(0, 0))
@@ -72,7 +72,7 @@ def test_an_entry_is_its_place_whatever_the_time_of_its_file(path: Path) -> None
     assert repr(first) == repr(second)
 
 
-def test_tensors_of_one_row_and_of_none(path: Path) -> None:
+def test_tensors_with_one_or_no_rows_are_read(path: Path) -> None:
     tensors = {"one": torch.arange(6.0).reshape(1, 2, 3), "none": torch.empty(0, 3)}
     save_file(tensors, path)
     found = read_header(path)
@@ -81,9 +81,7 @@ def test_tensors_of_one_row_and_of_none(path: Path) -> None:
     assert read_rows(found["none"], 0, 0).shape == (0, 3)
 
 
-def test_a_system_that_reads_less_is_asked_for_the_rest(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_preads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, preadv = torch.arange(16, dtype=torch.uint8), os.preadv
     save_file({"w": tensor}, path)
     found = read_header(path)["w"]
@@ -107,7 +105,7 @@ def json_refused(text: str) -> str:
     return caught.value.message
 
 
-def test_a_file_of_its_limit_is_read_and_no_larger_one(path: Path) -> None:
+def test_json_files_over_their_size_limit_are_refused(path: Path) -> None:
     role = FileRole("thing", 1000)
     padded(path, b'{"a": 1}', 1000)
     assert read_object(path, role, None) == {"a": 1}
@@ -116,7 +114,7 @@ def test_a_file_of_its_limit_is_read_and_no_larger_one(path: Path) -> None:
         read_object(path, role, None)
 
 
-def test_an_object_holds_64_levels_and_no_more() -> None:
+def test_json_nesting_limit_is_64_levels() -> None:
     for left, right in (("[", "]"), ('{"b":', "}")):
         value = left * 63 + "[1]" + right * 63
         assert parse_object(f'{{"a":{value}}}'.encode(), Path("x")) == json.loads(
@@ -126,17 +124,17 @@ def test_an_object_holds_64_levels_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("number", [-(2**63), 2**64 - 1, -1, 0])
-def test_numbers_of_64_bits_are_read(number: int) -> None:
+def test_json_integers_of_64_bits_are_read(number: int) -> None:
     assert parse_object(f'{{"a": {number}}}'.encode(), Path("x")) == {"a": number}
 
 
 @pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**20 - 1, 10**20, -(10**19), "-0"])
-def test_longer_numbers_are_refused(number: object) -> None:
+def test_json_integers_over_64_bits_are_refused(number: object) -> None:
     """Readers that know no longer integers make an inexact float of them."""
     assert f"the number {number} is not a 64-bit integer" in json_refused(f'{{"a": {number}}}')
 
 
-def test_the_key_that_occurs_twice_is_the_one_named() -> None:
+def test_a_duplicate_json_key_is_named() -> None:
     assert "the key 'b' occurs twice" in json_refused('{"a": 1, "b": 2, "b": 2, "a": 1}')
 
 
@@ -146,7 +144,7 @@ def test_the_key_that_occurs_twice_is_the_one_named() -> None:
 @pytest.mark.parametrize(
     ("count", "end"), [(20, "'t19' is not in"), (21, "; and 1 more"), (22, "; and 2 more")]
 )
-def test_20_disagreements_are_listed(tmp_path: Path, count: int, end: str) -> None:
+def test_at_most_20_index_errors_are_listed(tmp_path: Path, count: int, end: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(file('{"a":' + entry() + "}", b"1234"))
     places = dict.fromkeys(["a", *(f"t{n}" for n in range(count))], "a.safetensors")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
@@ -157,7 +155,9 @@ def test_20_disagreements_are_listed(tmp_path: Path, count: int, end: str) -> No
     assert message.count("tensor 't") == 20
 
 
-def test_a_file_that_is_cut_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_while_being_read_is_noticed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path.write_bytes(file(one(), b"1234"))
     tensor = next(iter(read_header(path).values()))
     pread = os.pread

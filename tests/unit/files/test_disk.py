@@ -47,7 +47,7 @@ from tests.releases import FAST, fill, make, manifest_of
 # ---- calls
 
 
-def test_two_paths_are_swapped_or_the_system_says_why(
+def test_exchange_swaps_two_paths_or_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_two_paths_are_swapped_or_the_system_says_why(
         DISK.exchange(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_write_that_makes_no_progress_is_a_full_disk(tmp_path: Path) -> None:
+def test_a_write_without_progress_raises_no_space(tmp_path: Path) -> None:
     counts = iter([2, 1, 0])
     short = replace(DISK, pwrite=lambda *_: next(counts))
     with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="space") as raised:
@@ -73,14 +73,14 @@ def test_a_write_that_makes_no_progress_is_a_full_disk(tmp_path: Path) -> None:
     assert next(counts, None) is None
 
 
-def test_links_are_not_synced_in_place_of_what_they_lead_to(tmp_path: Path) -> None:
+def test_syncing_a_symbolic_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     DISK.sync(tmp_path)
     with pytest.raises(OSError, match="symbolic"):
         DISK.sync(tmp_path / "link")
 
 
-def test_a_new_file_has_the_mode_that_its_user_has_chosen(tmp_path: Path) -> None:
+def test_new_files_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         os.close(create_file(tmp_path / "a"))
@@ -89,7 +89,7 @@ def test_a_new_file_has_the_mode_that_its_user_has_chosen(tmp_path: Path) -> Non
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666
 
 
-def test_what_is_added_comes_behind_what_was_there(
+def test_appending_keeps_content_and_refuses_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "log"
@@ -104,7 +104,7 @@ def test_what_is_added_comes_behind_what_was_there(
         append_to_file(log, b"three")
 
 
-def test_a_file_that_somebody_named_is_durable_before_it_has_its_name(tmp_path: Path) -> None:
+def test_saved_files_are_synced_before_the_rename(tmp_path: Path) -> None:
     target, calls = tmp_path / "report", []
 
     def fsync(_descriptor: int) -> None:
@@ -125,7 +125,7 @@ def test_a_file_that_somebody_named_is_durable_before_it_has_its_name(tmp_path: 
 @pytest.mark.parametrize(
     "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EDQUOT]
 )
-def test_a_place_that_one_may_not_write_to_is_not_told_as_a_full_disk(
+def test_permission_errors_are_not_reported_as_a_full_disk(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -144,7 +144,7 @@ def test_a_place_that_one_may_not_write_to_is_not_told_as_a_full_disk(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_permission_is_asked_for_before_the_work(
+def test_write_permission_is_checked_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
@@ -158,7 +158,7 @@ def test_permission_is_asked_for_before_the_work(
         disk.check_new_file(tmp_path / "new", "--log", appends=True)
 
 
-def test_a_name_where_nothing_can_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+def test_unwritable_output_paths_are_refused_before_the_work(tmp_path: Path) -> None:
     disk.check_new_file(tmp_path / "new")
     with pytest.raises(InputError, match="no directory") as missing:
         disk.check_new_file(tmp_path / "a/b", "--report")
@@ -178,7 +178,7 @@ def test_a_name_where_nothing_can_be_written_is_told_before_the_work(tmp_path: P
         disk.check_new_file(tmp_path / ("x" * 300))
 
 
-def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
+def test_free_bytes_equal_the_free_space_of_the_file_system(tmp_path: Path) -> None:
     known = shutil.disk_usage(tmp_path).free
     for place in (tmp_path, tmp_path / "a/b/c"):
         assert abs(free_bytes(place) - known) < known / 10
@@ -204,7 +204,7 @@ EIGHT = "/".join("abcdefgh")
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", ".a", "a..b", EIGHT, "ü\n"])
-def test_names_inside_of_a_result_are_taken(tmp_path: Path, name: str) -> None:
+def test_manifest_names_inside_the_result_are_accepted(tmp_path: Path, name: str) -> None:
     listed(tmp_path, name)
     assert found(tmp_path) == {name, MANIFEST}
 
@@ -214,15 +214,13 @@ def test_names_inside_of_a_result_are_taken(tmp_path: Path, name: str) -> None:
     ["", ".", "..", "/a", "/", "a/", "./a", "a//b", "a/./b", "a/../b", "../a", "a\0", f"{EIGHT}/i",
      "other", MANIFEST, DIRECTORY_SIGNATURE],
 )  # fmt: skip
-def test_names_that_lead_elsewhere_or_are_spelt_twice_are_refused(
-    tmp_path: Path, name: str
-) -> None:
+def test_manifest_names_outside_the_result_are_refused(tmp_path: Path, name: str) -> None:
     listed(tmp_path, "a", name)
     with pytest.raises(RefusedError, match="no file of this result"):
         found(tmp_path)
 
 
-def test_a_signature_belongs_to_the_manifest_that_it_lists(
+def test_a_signature_is_own_only_with_the_manifest_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -235,7 +233,7 @@ def test_a_signature_belongs_to_the_manifest_that_it_lists(
         assert (DIRECTORY_SIGNATURE in found(tmp_path)) == own
 
 
-def test_what_is_no_manifest_says_nothing_of_what_may_be_removed(tmp_path: Path) -> None:
+def test_overwriting_is_refused_without_a_valid_manifest(tmp_path: Path) -> None:
     place = tmp_path / MANIFEST
     listed(tmp_path, "a")
     good = place.read_text()
@@ -263,7 +261,7 @@ def test_what_is_no_manifest_says_nothing_of_what_may_be_removed(tmp_path: Path)
             found(tmp_path)
 
 
-def test_a_size_is_that_of_a_file_that_no_link_leads_to(tmp_path: Path) -> None:
+def test_file_size_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/file").write_bytes(b"123")
     (tmp_path / "link").symlink_to("a/b/file")
@@ -275,7 +273,7 @@ def test_a_size_is_that_of_a_file_that_no_link_leads_to(tmp_path: Path) -> None:
     assert {name: file_size(tmp_path, name) for name in sizes} == sizes
 
 
-def test_the_files_that_a_manifest_lists_are_removed_and_no_others(tmp_path: Path) -> None:
+def test_only_files_listed_in_the_manifest_are_removed(tmp_path: Path) -> None:
     names = ("a/b/one", "a/two", "z/three")
     for name in (*names, "z/mine"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +285,7 @@ def test_the_files_that_a_manifest_lists_are_removed_and_no_others(tmp_path: Pat
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
-def test_what_is_kept_is_named(tmp_path: Path, count: int) -> None:
+def test_foreign_files_in_the_output_are_named(tmp_path: Path, count: int) -> None:
     make(tmp_path / "out", "old", FAST)
     names = [f"note{number}" for number in range(count)]
     for name in names:
@@ -304,7 +302,7 @@ def test_what_is_kept_is_named(tmp_path: Path, count: int) -> None:
 # ---- stages
 
 
-def test_room_is_enough_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Stage(tmp_path / "out", overwrite=False) as stage:
         monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: 1000)
         stage.check_space(1000)
@@ -312,7 +310,7 @@ def test_room_is_enough_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             stage.check_space(1001)
 
 
-def test_only_what_is_replaced_needs_a_swap(tmp_path: Path) -> None:
+def test_a_new_output_needs_no_exchange(tmp_path: Path) -> None:
     def unsupported(_first: Path, _second: Path) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -322,7 +320,7 @@ def test_only_what_is_replaced_needs_a_swap(tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").read_text() == "new"
 
 
-def test_a_journal_is_forgotten_with_its_stage_only(tmp_path: Path) -> None:
+def test_a_journal_is_removed_only_with_its_stage(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "out", overwrite=False)
     with stage:
         stage.journal.mkdir()
@@ -334,7 +332,7 @@ def test_a_journal_is_forgotten_with_its_stage_only(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_kill_after_the_swap_has_left_is_removed(
+def test_leftovers_of_a_kill_after_the_exchange_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock tells the old release, at the stage's place, from work to go on with."""
@@ -354,7 +352,7 @@ def test_what_a_kill_after_the_swap_has_left_is_removed(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_lock_that_is_being_written_says_that_it_is_held(tmp_path: Path) -> None:
+def test_a_held_empty_lock_is_reported_as_busy(tmp_path: Path) -> None:
     """Its holder has emptied it, and its name is not there yet."""
     place = tmp_path / ".out.qf"
     place.mkdir()
@@ -371,7 +369,7 @@ def test_a_lock_that_is_being_written_says_that_it_is_held(tmp_path: Path) -> No
 # ---- files
 
 
-def test_files_are_called_after_the_output() -> None:
+def test_file_names_follow_the_output_name() -> None:
     part = "model-00002-of-00003.gguf"
     assert final_name(Path("x/m.gguf"), "model.gguf") == "m.gguf"
     assert final_name(Path("x/m.gguf"), part) == "m-00002-of-00003.gguf"
@@ -381,7 +379,7 @@ def test_files_are_called_after_the_output() -> None:
     assert side_path(Path("x/m-00002-of-00003"), ".sig") == Path("x/m.sig")
 
 
-def test_what_is_opened_first_gets_its_name_last(tmp_path: Path) -> None:
+def test_files_are_renamed_in_reverse_order_of_opening(tmp_path: Path) -> None:
     """Beside the weights, the weights, of numbered ones the first at the end, and the manifest."""
     for names in (("m.gguf",), tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))):
         named = []
@@ -403,7 +401,7 @@ def test_what_is_opened_first_gets_its_name_last(tmp_path: Path) -> None:
         assert named == ["m.Modelfile", *reversed(names), f"m.gguf{MANIFEST_SUFFIX}"]
 
 
-def test_a_file_in_the_way_is_kept_for_the_reason_that_is_said(tmp_path: Path) -> None:
+def test_existing_output_files_are_kept_with_the_right_reason(tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
 
     def refused(overwrite: bool, why: str) -> None:
@@ -426,7 +424,7 @@ def test_a_file_in_the_way_is_kept_for_the_reason_that_is_said(tmp_path: Path) -
     refused(True, "is not as the manifest of the earlier result lists it")
 
 
-def test_a_manifest_of_an_older_schema_says_nothing_about_what_may_be_removed(
+def test_an_older_manifest_schema_blocks_overwriting(
     tmp_path: Path,
 ) -> None:
     listed(tmp_path, "a", schema="quantforge.manifest/1")

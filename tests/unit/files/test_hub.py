@@ -55,7 +55,9 @@ def network() -> deque[str]:
 
 
 @pytest.mark.parametrize("name", ["org/other", "org/name@v2", f"org/name@{COMMIT[::-1]}"])
-def test_what_is_not_cached_says_what_to_type(cache: Path, network: deque[str], name: str) -> None:
+def test_a_missing_cached_model_gives_a_download_hint(
+    cache: Path, network: deque[str], name: str
+) -> None:
     network.clear()
     with pytest.raises(InputError, match=r"not .* in the cache while offline") as caught:
         resolve_model(name, offline=True, cache_dir=cache)
@@ -65,7 +67,7 @@ def test_what_is_not_cached_says_what_to_type(cache: Path, network: deque[str], 
     assert not network
 
 
-def test_a_path_that_exists_wins(
+def test_an_existing_path_wins_over_the_hub_cache(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "org/name").mkdir(parents=True)
@@ -81,7 +83,7 @@ def test_a_path_that_exists_wins(
     ["./org/name", "../org/name", "/org/name", "~/org/name", "name", "org/name/more", "org/",
      "org/name@", "a b/c", "org/../name", "x" * 5000, "~nobody-here/x", ""],
 )  # fmt: skip
-def test_everything_else_is_a_path_that_is_not_there(
+def test_other_model_names_are_missing_directories(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -35,7 +35,7 @@ def contend(directory: Path, end: float, told: Any) -> None:
     told.put(found)
 
 
-def test_processes_that_begin_and_end_at_once_take_turns(tmp_path: Path) -> None:
+def test_concurrent_processes_take_the_lock_in_turns(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     told, end = context.Queue(), time.monotonic() + 1.5
     workers = [
@@ -51,7 +51,7 @@ def test_processes_that_begin_and_end_at_once_take_turns(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("moment", range(12))
-def test_a_signal_while_a_lock_is_released_leaves_nothing(tmp_path: Path, moment: int) -> None:
+def test_a_signal_during_release_leaves_no_lock_file(tmp_path: Path, moment: int) -> None:
     """It comes before any one line of what removes the file."""
     lock, lines = Lock(tmp_path / ".out.qf"), count()
     lock.acquire()
@@ -74,7 +74,7 @@ def test_a_signal_while_a_lock_is_released_leaves_nothing(tmp_path: Path, moment
     assert lock.descriptor == -1
 
 
-def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directory(
+def test_a_lock_created_during_listing_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / ".out.qf"
@@ -91,7 +91,7 @@ def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directo
         Lock(directory).acquire()
 
 
-def test_a_file_that_goes_while_it_is_opened_is_missing(
+def test_a_file_deleted_while_being_opened_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, opened = tmp_path / "lock", system.open_nofollow
@@ -107,7 +107,7 @@ def test_a_file_that_goes_while_it_is_opened_is_missing(
         open_existing(path)
 
 
-def test_a_signal_before_the_file_is_made_leaves_no_directory(
+def test_a_signal_before_lock_creation_leaves_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: Path) -> int:

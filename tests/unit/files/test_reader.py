@@ -77,7 +77,7 @@ def refused(model: Path) -> str:
     return caught.value.message
 
 
-def test_a_single_file(single: Path) -> None:
+def test_a_single_file_model_is_opened(single: Path) -> None:
     found = open_checkpoint(single)
     assert found.path == single
     assert found.config == CONFIG
@@ -88,7 +88,7 @@ def test_a_single_file(single: Path) -> None:
     assert found.read_rows("b", 1, 2).tolist() == [[0.0] * 3]
 
 
-def test_shards(sharded: Path) -> None:
+def test_a_sharded_model_is_opened(sharded: Path) -> None:
     found = open_checkpoint(sharded)
     assert {name: entry.file.name for name, entry in found.entries.items()} == {
         "a": "model-00001-of-00002.safetensors",
@@ -114,7 +114,7 @@ def test_opening_imports_no_torch(sharded: Path) -> None:
 
 
 @pytest.mark.skipif(not WREN.exists(), reason="the shared models are not here")
-def test_a_real_model() -> None:
+def test_a_real_model_is_opened() -> None:
     found = open_checkpoint(WREN)
     assert found.dtype == "BF16"
     names = [path.name for path in found.side_files]
@@ -145,7 +145,7 @@ def test_names_outside_of_the_directory_are_refused(
     assert [path.rpartition("/")[2] for path in opened] == ["config.json", INDEX]
 
 
-def test_all_disagreements_are_listed_at_once(sharded: Path) -> None:
+def test_all_index_errors_are_listed_at_once(sharded: Path) -> None:
     save_file(tensors("a", "d"), sharded / "model-00002-of-00002.safetensors")
     save_file(tensors("e"), sharded / "extra.safetensors")
     write_index(sharded, a=1, b=1, c=2, g="gone.safetensors")
@@ -160,7 +160,7 @@ def test_all_disagreements_are_listed_at_once(sharded: Path) -> None:
         assert problem in message
 
 
-def test_a_long_list_of_disagreements_is_cut(sharded: Path) -> None:
+def test_a_long_list_of_index_errors_is_truncated(sharded: Path) -> None:
     places = {f"t{n}": 1 for n in range(1000)}
     write_index(sharded, a=1, b=1, c=2, **places)
     message = refused(sharded)
@@ -168,7 +168,7 @@ def test_a_long_list_of_disagreements_is_cut(sharded: Path) -> None:
     assert len(message) < 5000
 
 
-def test_a_damaged_shard_is_one_of_the_disagreements(sharded: Path) -> None:
+def test_a_damaged_shard_is_listed_among_index_errors(sharded: Path) -> None:
     path = sharded / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert "model-00002-of-00002.safetensors: tensor 'c': ends at" in refused(sharded)
@@ -186,12 +186,12 @@ def test_a_damaged_shard_is_one_of_the_disagreements(sharded: Path) -> None:
         ("[]", "not a JSON object"),
     ],
 )
-def test_bad_indexes(sharded: Path, content: str, words: str) -> None:
+def test_malformed_shard_indexes_are_refused(sharded: Path, content: str, words: str) -> None:
     (sharded / INDEX).write_text(content)
     assert words in refused(sharded)
 
 
-def test_files_that_are_no_model(single: Path) -> None:
+def test_stale_or_unsupported_weight_files_are_refused(single: Path) -> None:
     weights = single / "model.safetensors"
     save_file(tensors("x"), single / "stale.safetensors")
     assert "['stale.safetensors'] beside model.safetensors" in refused(single)
@@ -206,13 +206,13 @@ def test_files_that_are_no_model(single: Path) -> None:
     assert "holds no tensors" in refused(single)
 
 
-def test_a_second_copy_for_another_runtime_is_left_alone(single: Path) -> None:
+def test_consolidated_safetensors_are_ignored(single: Path) -> None:
     save_file(tensors("layers.0.w"), single / "consolidated.safetensors")
     assert list(open_checkpoint(single).entries) == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickles_are_refused_with_the_way_out(single: Path, name: str) -> None:
+def test_pickles_are_refused_with_a_hint(single: Path, name: str) -> None:
     (single / "model.safetensors").rename(single / name)
     with pytest.raises(InputError, match="pickle can run code and is never read") as caught:
         open_checkpoint(single)
@@ -248,7 +248,7 @@ def test_pickles_are_refused_with_the_way_out(single: Path, name: str) -> None:
     ],
     ids=lambda value: value[:30].decode(errors="replace") if isinstance(value, bytes) else "",
 )
-def test_bad_configurations(single: Path, content: bytes, words: str) -> None:
+def test_malformed_configurations_are_refused(single: Path, content: bytes, words: str) -> None:
     (single / "config.json").write_bytes(content)
     assert words in refused(single)
 
@@ -262,7 +262,7 @@ def test_infinite_numbers_are_read_in_either_spelling(single: Path) -> None:
     }
 
 
-def test_odd_but_valid_configurations(single: Path) -> None:
+def test_unusual_valid_json_configurations_are_read(single: Path) -> None:
     content = '{"x":\r\n [1e-5, -3, "\\ud83d\\ude00", "é", null], "intermediate_size": [8, 9]}\r\n'
     (single / "config.json").write_bytes(content.encode())
     assert open_checkpoint(single).config["x"] == [1e-5, -3, "\U0001f600", "é", None]
@@ -278,7 +278,9 @@ def test_odd_but_valid_configurations(single: Path) -> None:
         ({}, "F32"),
     ],
 )
-def test_the_type_of_the_model(single: Path, config: dict[str, object], dtype: str) -> None:
+def test_the_model_dtype_comes_from_config_or_tensors(
+    single: Path, config: dict[str, object], dtype: str
+) -> None:
     save_file(
         {"big": torch.zeros(9), "x": torch.zeros(4).bfloat16(), "y": torch.zeros(4).bfloat16(),
          "codes": torch.zeros(99, dtype=torch.int32)},
@@ -291,7 +293,7 @@ def test_the_type_of_the_model(single: Path, config: dict[str, object], dtype: s
 # --- side files and links -------------------------------------------------------------------------
 
 
-def test_what_is_carried(single: Path) -> None:
+def test_side_files_and_card_are_selected(single: Path) -> None:
     carried = {
         "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md", "added_tokens.json",
         "additional_chat_templates/rag.jinja", "chat_template.jinja", "chat_template.json",
@@ -387,7 +389,7 @@ def test_a_hub_snapshot_links_to_its_blobs_and_to_no_others(single: Path) -> Non
     assert "is a link to" in refused(snapshot)
 
 
-def test_paths_that_are_no_model(tmp_path: Path) -> None:
+def test_paths_without_a_model_are_refused(tmp_path: Path) -> None:
     assert "no config.json" in refused(tmp_path)
     assert "No such file" in refused(tmp_path / "nothing")
     (tmp_path / "file").touch()
@@ -403,7 +405,7 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     ("place", [(0, 0), (1, 1234), (1029, 1529)]),
     ("value", [float("nan"), float("inf"), float("-inf")]),
 )
-def test_values_that_are_no_numbers_are_named(
+def test_non_finite_values_are_refused_with_their_position(
     dtype: str, place: tuple[int, int], value: float
 ) -> None:
     weight = torch.ones(1030, 1530, dtype=getattr(torch, dtype))
@@ -418,7 +420,7 @@ def test_values_that_are_no_numbers_are_named(
     assert caught.value.tensor == "w"
 
 
-def test_tensors_without_floats_and_without_values_are_finite() -> None:
+def test_integer_empty_and_input_max_tensors_pass_check_finite() -> None:
     check_finite("codes", torch.ones(3, dtype=torch.int32))
     check_finite("empty", torch.empty(0, 3))
     check_finite("scalar", torch.tensor(1.0))

@@ -160,7 +160,7 @@ def test_malformed_files_are_refused(tmp_path: Path, content: bytes, words: str)
     assert caught.value.message.isprintable(), "no raw control characters reach a terminal"
 
 
-def test_the_tensor_is_named_apart_from_the_message(tmp_path: Path) -> None:
+def test_header_errors_carry_the_tensor_name(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(file(one("model.norm.weight", dtype="F33"), b"1234"))
     with pytest.raises(InputError) as caught:
@@ -168,7 +168,7 @@ def test_the_tensor_is_named_apart_from_the_message(tmp_path: Path) -> None:
     assert caught.value.tensor == "model.norm.weight"
 
 
-def test_limits_are_themselves_allowed(tmp_path: Path) -> None:
+def test_values_at_the_header_limits_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(file(one("n" * MAX_NAME_BYTES, shape=[1] * MAX_RANK) + "   ", b"1234"))
     found = read_header(path)["n" * MAX_NAME_BYTES]
@@ -205,7 +205,7 @@ def test_entries_carry_absolute_offsets(tmp_path: Path) -> None:
     )
 
 
-def test_every_type_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+def test_every_dtype_is_read_as_safetensors_wrote_it(tmp_path: Path) -> None:
     assert TORCH_NAMES.keys() == DTYPE_BITS.keys()
     generator = torch.Generator().manual_seed(0)
     raw = torch.randint(0, 2, (48,), dtype=torch.uint8, generator=generator)
@@ -236,14 +236,14 @@ def test_rows_are_a_slice_of_the_tensor(tmp_path: Path) -> None:
             read_rows(found, first, last)
 
 
-def test_what_is_read_can_be_written_to(tmp_path: Path) -> None:
+def test_writing_to_a_read_tensor_keeps_the_file(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "x")
     before = (tmp_path / "x").read_bytes()
     read_tensor(read_header(tmp_path / "x")["w"]).zero_()
     assert (tmp_path / "x").read_bytes() == before
 
 
-def test_a_bool_is_0_or_1(tmp_path: Path) -> None:
+def test_bool_values_other_than_0_and_1_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(file(one(dtype="BOOL", shape=(4,)), bytes([0, 1, 2, 0])))
     found = read_header(tmp_path / "x")["a"]
     with pytest.raises(InputError, match="neither 0 nor 1") as caught:
@@ -273,7 +273,7 @@ def _rewrite(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_truncate, _replace, _rewrite, Path.unlink])
-def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, change: object) -> None:
+def test_a_file_changed_during_the_run_is_noticed(tmp_path: Path, change: object) -> None:
     path = tmp_path / "x"
     save_file({"w": torch.ones(4, 4)}, path)
     found = read_header(path)["w"]

@@ -51,7 +51,7 @@ def expected(family: str, model: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", STACKS)
-def test_every_matrix_is_where_the_stack_has_it(tiny: Tiny, family: str) -> None:
+def test_unstacked_experts_equal_slices_of_the_stack(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
     view, wanted = unstack_experts(source), expected(family, tiny(family))
     first, second, _ = STACKS[family]
@@ -76,7 +76,7 @@ def test_every_matrix_is_where_the_stack_has_it(tiny: Tiny, family: str) -> None
     assert view.derived_declarations is None
 
 
-def test_an_expert_is_read_alone_and_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_read_alone_and_cached(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     view = unstack_experts(open_checkpoint(tiny("gpt-oss")))
     read: list[tuple[str, int, int]] = []
     rows = Checkpoint.read_rows
@@ -101,7 +101,7 @@ def test_an_expert_is_read_alone_and_once(tiny: Tiny, monkeypatch: pytest.Monkey
     assert len(read) == 2 + MAX_CACHED_EXPERTS  # no more than so many are held
 
 
-def test_seals_go_to_the_files_and_nothing_read_before_is_used(tiny: Tiny) -> None:
+def test_checksums_reach_the_inner_checkpoint_and_clear_the_cache(tiny: Tiny) -> None:
     view = unstack_experts(open_checkpoint(tiny("gpt-oss")))
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     before, norm = view.read(name), "model.norm.weight"
@@ -112,14 +112,14 @@ def test_seals_go_to_the_files_and_nothing_read_before_is_used(tiny: Tiny) -> No
     assert again.entries == view.entries
 
 
-def test_a_model_without_stacks_is_itself(tiny: Tiny) -> None:
+def test_unstacking_a_model_without_stacks_changes_nothing(tiny: Tiny) -> None:
     for family in ("llama", "mixtral"):
         source = open_checkpoint(tiny(family))
         assert unstack_experts(source) is source
 
 
 @pytest.mark.parametrize("experts", [3, 5])
-def test_a_stack_of_another_number_is_left_for_who_names_what_is_wrong(
+def test_stacks_of_unexpected_shape_are_left_unchanged(
     tiny: Tiny, tmp_path: Path, experts: int
 ) -> None:
     shutil.copytree(

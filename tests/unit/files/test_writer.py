@@ -35,7 +35,7 @@ W = StoredTensor("w", "F32", (2, 2))
 SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)
 
 
-def test_the_exact_bytes_of_a_file(tmp_path: Path) -> None:
+def test_the_exact_bytes_of_a_safetensors_file(tmp_path: Path) -> None:
     with WeightsWriter(tmp_path, plan_files(SHARDS)) as writer:
         writer.write("bias", torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16))
         writer.write("w", torch.tensor([[1.0, 2.0], [0.5, -0.0]]))
@@ -50,7 +50,7 @@ def test_the_exact_bytes_of_a_file(tmp_path: Path) -> None:
     )
 
 
-def test_the_header_is_aligned_and_its_metadata_is_free() -> None:
+def test_headers_are_aligned_and_hold_any_metadata() -> None:
     for count in range(20):
         header = header_bytes([StoredTensor("n" * (count + 1), "U8", (1,))], {"é": "ü"})
         assert len(header) % 8 == 0
@@ -58,14 +58,14 @@ def test_the_header_is_aligned_and_its_metadata_is_free() -> None:
         assert json.loads(header[8:])["__metadata__"] == {"é": "ü"}
 
 
-def test_names_sort_as_people_count() -> None:
+def test_tensor_names_sort_naturally() -> None:
     names = ["h.10.w", "h.2.w", "lm_head", "h.1.w", "h.01.w", "h.2.b", "10", "9"]
     assert sorted(names, key=natural_sort_key) == [
         "9", "10", "h.01.w", "h.1.w", "h.2.b", "h.2.w", "h.10.w", "lm_head",
     ]  # fmt: skip
 
 
-def test_shards_hold_runs_of_blocks_and_wide_types_come_first() -> None:
+def test_shards_follow_block_order_with_wide_dtypes_first() -> None:
     tensors = [StoredTensor(f"layers.{n}.w", "BF16", (n % 3 + 1, 4)) for n in (10, 2, 1, 0)]
     tensors += [StoredTensor("layers.2.scale", "F32", (1,)), StoredTensor("big", "U8", (1000,))]
     assert [[tensor.name for tensor in shard] for shard in plan_shards(tensors, 40)] == [
@@ -77,7 +77,7 @@ def test_shards_hold_runs_of_blocks_and_wide_types_come_first() -> None:
     assert [t.name for t in plan_shards(tensors, 10**9)[0]][:2] == ["layers.2.scale", "layers.0.w"]
 
 
-def test_names_of_shards() -> None:
+def test_shard_names_are_numbered() -> None:
     assert shard_names(1) == ("model.safetensors",)
     assert shard_names(2) == (
         "model-00001-of-00002.safetensors",
@@ -85,7 +85,7 @@ def test_names_of_shards() -> None:
     )
 
 
-def test_the_index_and_the_predicted_size_are_those_of_the_files(tmp_path: Path) -> None:
+def test_index_and_predicted_size_match_the_files(tmp_path: Path) -> None:
     tensors = {f"t{n}": torch.randn(n + 1, 3).half() for n in range(9)}
     shards = plan_shards([StoredTensor(k, "F16", tuple(v.shape)) for k, v in tensors.items()], 64)
     assert len(shards) > 3
@@ -105,7 +105,7 @@ def test_the_index_and_the_predicted_size_are_those_of_the_files(tmp_path: Path)
         assert all(torch.equal(v, tensors[k]) for k, v in load_file(shard).items())
 
 
-def test_every_layout_of_a_tensor_is_written_in_row_order(tmp_path: Path) -> None:
+def test_non_contiguous_tensors_are_written_in_row_order(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     given = {
         "transposed": base.T,
@@ -128,7 +128,7 @@ def test_every_layout_of_a_tensor_is_written_in_row_order(tmp_path: Path) -> Non
     assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
 
 
-def test_strips_of_rows_are_written_one_after_the_other(tmp_path: Path) -> None:
+def test_strips_of_rows_must_be_written_in_order(tmp_path: Path) -> None:
     weight = torch.randn(10, 2, 2).bfloat16()
     shards = ((StoredTensor("w", "BF16", (10, 2, 2)),),)
     with WeightsWriter(tmp_path, plan_files(shards)) as writer:
@@ -146,7 +146,7 @@ def writer(tmp_path: Path) -> Iterator[WeightsWriter]:
     made.__exit__(KeyboardInterrupt, None, None)
 
 
-def test_what_was_not_planned_is_an_error(writer: WeightsWriter) -> None:
+def test_writing_unplanned_tensors_is_an_error(writer: WeightsWriter) -> None:
     for name, tensor, words in (
         ("x", torch.zeros(2, 2), "not planned"),
         ("w", torch.zeros(2, 2).half(), "float16, planned F32"),
@@ -159,7 +159,7 @@ def test_what_was_not_planned_is_an_error(writer: WeightsWriter) -> None:
             writer.write_rows("w", first, tensor)
 
 
-def test_a_byte_is_written_once(writer: WeightsWriter) -> None:
+def test_writing_a_tensor_twice_is_an_error(writer: WeightsWriter) -> None:
     writer.write_rows("w", 0, torch.zeros(1, 2))
     for write in (
         lambda: writer.write("w", torch.zeros(2, 2)),
@@ -169,7 +169,7 @@ def test_a_byte_is_written_once(writer: WeightsWriter) -> None:
             write()
 
 
-def test_a_tensor_without_bytes_is_written_once_too(tmp_path: Path) -> None:
+def test_an_empty_tensor_must_be_written_exactly_once(tmp_path: Path) -> None:
     writer = WeightsWriter(tmp_path, plan_files(((StoredTensor("e", "U8", (0,)),),)))
     with pytest.raises(ValueError, match="1 tensors were not written: e"):
         writer.close()
@@ -179,18 +179,18 @@ def test_a_tensor_without_bytes_is_written_once_too(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_closing_early_is_an_error(writer: WeightsWriter) -> None:
+def test_closing_with_unwritten_tensors_is_an_error(writer: WeightsWriter) -> None:
     writer.write_rows("w", 0, torch.zeros(1, 2))
     with pytest.raises(ValueError, match="2 tensors were not written: w, bias"):
         writer.close()
 
 
-def test_an_error_in_the_block_is_not_hidden_by_closing(tmp_path: Path) -> None:
+def test_errors_inside_the_writer_context_are_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), WeightsWriter(tmp_path, plan_files(SHARDS)):
         _ = 1 / 0
 
 
-def test_plans_that_cannot_be_are_errors(tmp_path: Path) -> None:
+def test_duplicate_tensors_in_a_plan_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="twice in one file"):
         header_bytes([W, W])
     with pytest.raises(ValueError, match="twice in one file"):
@@ -199,7 +199,7 @@ def test_plans_that_cannot_be_are_errors(tmp_path: Path) -> None:
         WeightsWriter(tmp_path, plan_files(((W,), (W,))))
 
 
-def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
+def test_an_interrupted_writer_resumes_with_its_files(tmp_path: Path) -> None:
     shards = ((W,), (StoredTensor("b", "U8", (2,)), StoredTensor("c", "U8", (1,))))
     tensors = {"w": torch.randn(2, 2), "b": torch.ones(2).byte(), "c": torch.zeros(1).byte()}
     synced: list[str] = []
@@ -228,7 +228,7 @@ def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def test_a_run_goes_on_with_its_own_files_only(tmp_path: Path) -> None:
+def test_resuming_with_a_different_file_is_refused(tmp_path: Path) -> None:
     WeightsWriter(tmp_path, plan_files(SHARDS))
     os.truncate(tmp_path / "model.safetensors", 10)
     with pytest.raises(IntegrityError, match="not the file") as damaged:
@@ -249,7 +249,7 @@ def test_the_umask_is_respected(tmp_path: Path, umask: int) -> None:
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-def test_300_shards_need_few_open_files(tmp_path: Path) -> None:
+def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
     shards = tuple((StoredTensor(f"t{n}", "U8", (1,)),) for n in range(300))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -265,7 +265,7 @@ def test_300_shards_need_few_open_files(tmp_path: Path) -> None:
     assert len(names) == len(list(tmp_path.iterdir()))
 
 
-def test_bytes_depend_on_nothing_but_the_plan(tmp_path: Path) -> None:
+def test_written_bytes_depend_only_on_the_plan(tmp_path: Path) -> None:
     code = (
         "import hashlib\n"
         "from quantforge.files.writer import *\n"

@@ -26,12 +26,12 @@ SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)
 @pytest.mark.parametrize(
     ("limit", "files"), [(7, ["a", "bc"]), (8, ["ab", "c"]), (9, ["abc"]), (2, ["a", "b", "c"])]
 )
-def test_a_shard_is_filled_to_the_last_byte(limit: int, files: list[str]) -> None:
+def test_shards_are_filled_to_the_byte_limit(limit: int, files: list[str]) -> None:
     tensors = [StoredTensor(name, "U8", (size,)) for name, size in (("a", 3), ("b", 5), ("c", 1))]
     assert ["".join(t.name for t in shard) for shard in plan_shards(tensors, limit)] == files
 
 
-def test_names_are_written_as_they_are_spelt_and_in_order() -> None:
+def test_unicode_names_are_written_unescaped_and_sorted() -> None:
     shards = ((StoredTensor("ü", "U8", (1,)),), (StoredTensor("a", "U8", (2,)),))
     entry = '"ü":{"data_offsets":[0,1],"dtype":"U8","shape":[1]}'
     assert (
@@ -63,7 +63,7 @@ def test_the_largest_header_that_is_written_can_be_read(tmp_path: Path) -> None:
         header_bytes([], {"k": value + "x"})
 
 
-def test_no_rows_behind_the_only_one_are_no_bytes(tmp_path: Path) -> None:
+def test_writing_zero_rows_after_the_last_is_an_error(tmp_path: Path) -> None:
     with WeightsWriter(tmp_path, plan_files(((StoredTensor("w", "U8", (1, 4)),),))) as writer:
         writer.write_rows("w", 0, torch.ones(1, 4, dtype=torch.uint8))
         with pytest.raises(ValueError, match="written before"):
@@ -71,13 +71,13 @@ def test_no_rows_behind_the_only_one_are_no_bytes(tmp_path: Path) -> None:
     assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [[1] * 4]
 
 
-def test_what_is_planned_is_found_where_it_will_be(tmp_path: Path) -> None:
+def test_planned_entries_equal_the_header_of_the_file(tmp_path: Path) -> None:
     writer = WeightsWriter(tmp_path, plan_files(SHARDS))
     found = read_header(tmp_path / "model.safetensors")
     assert [writer.entry(name) for name in ("w", "bias")] == [found["w"], found["bias"]]
 
 
-def test_a_disk_that_fails_while_room_is_made(tmp_path: Path) -> None:
+def test_failed_allocation_removes_files_and_reports_needed_bytes(tmp_path: Path) -> None:
     """It tells the reason and what all files need, and keeps nothing of them."""
     made: list[int] = []
 
@@ -95,7 +95,7 @@ def test_a_disk_that_fails_while_room_is_made(tmp_path: Path) -> None:
     assert made == [file_bytes(shards[:1])] * 2
 
 
-def test_a_disk_that_fails_to_keep_what_it_took(tmp_path: Path) -> None:
+def test_a_failed_sync_is_reported_and_retried(tmp_path: Path) -> None:
     """Nothing more is needed, which the message says; what is not durable is synced again."""
     failing: list[str] = []
 
@@ -116,7 +116,7 @@ def test_a_disk_that_fails_to_keep_what_it_took(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_process_without_an_input_leaves_no_file_open(tmp_path: Path) -> None:
+def test_files_are_closed_without_a_standard_input(tmp_path: Path) -> None:
     """Its first file is then number 0."""
     before = os.dup(0)
     os.close(0)
@@ -130,7 +130,7 @@ def test_a_process_without_an_input_leaves_no_file_open(tmp_path: Path) -> None:
         os.close(before)
 
 
-def test_what_was_not_written_is_named_at_the_end_unless_something_worse_happened(
+def test_unwritten_tensors_are_named_unless_another_error_occurred(
     tmp_path: Path,
 ) -> None:
     with (

@@ -20,14 +20,14 @@ MODULE = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize("value", [1, 16, 128, 0.5, 2**31 - 1, -8])
-def test_numbers_are_taken_as_they_are(value: float) -> None:
+def test_valid_module_numbers_are_returned_unchanged(value: float) -> None:
     assert (
         module_number(FILE, {"lora_alpha": value}, "lora_alpha", "alpha_pattern", MODULE) == value
     )
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, True, "8", None, float("nan"), float("inf"), [8]])
-def test_what_is_no_number_is_refused(value: Any) -> None:
+def test_invalid_ranks_are_refused(value: Any) -> None:
     with pytest.raises(InputError, match=r"r = .* of model\.layers\.0") as refused:
         module_number(FILE, {"r": value}, "r", "rank_pattern", MODULE)
     assert "the number of rows of lora_A" in refused.value.hint
@@ -48,19 +48,19 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
         ({}, 8),
     ],
 )
-def test_patterns_are_of_whole_names_or_their_ends(table: Any, expected: int) -> None:
+def test_rank_patterns_match_whole_names_or_suffixes(table: Any, expected: int) -> None:
     assert (
         module_number(FILE, {"r": 8, "rank_pattern": table}, "r", "rank_pattern", MODULE)
         == expected
     )
 
 
-def test_a_table_that_is_none_is_refused() -> None:
+def test_a_rank_pattern_that_is_no_table_is_refused() -> None:
     with pytest.raises(InputError, match="rank_pattern is no table"):
         module_number(FILE, {"r": 8, "rank_pattern": [4]}, "r", "rank_pattern", MODULE)
 
 
-def test_what_is_promised_and_meant() -> None:
+def test_saved_and_target_modules_are_read_from_the_config() -> None:
     assert modules_saved_whole({"modules_to_save": ["lm_head", "norm", "lm_head"]}) == (
         "lm_head",
         "norm",
@@ -94,12 +94,12 @@ def test_what_is_promised_and_meant() -> None:
         ({"modules_to_save": ["x"] * 1001}, "more than 1000 entries"),
     ],
 )
-def test_what_would_be_another_model_is_refused(values: dict[str, Any], words: str) -> None:
+def test_unsupported_adapter_settings_are_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_config(FILE, {"peft_type": "LORA", **values})
 
 
-def test_what_changes_nothing_is_accepted() -> None:
+def test_harmless_adapter_settings_are_accepted() -> None:
     check_config(FILE, {"peft_type": "LORA"})
     check_config(FILE, {
         "peft_type": "LORA", "use_qalora": False, "trainable_token_indices": None, "init_lora_weights": "gaussian",

@@ -85,7 +85,9 @@ def as_float32(model: Path, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 2}}])
-def test_the_formula(tiny: Tiny, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_merged_weights_follow_the_lora_formula(
+    tiny: Tiny, tmp_path: Path, options: dict[str, Any]
+) -> None:
     model = tiny("llama-wide")
     tensors = low_rank(model, ("q_proj", "v_proj", "down_proj"))
     source = open_plain_source(model, adapter(tmp_path / "a", tensors, options))
@@ -126,7 +128,9 @@ def test_the_formula(tiny: Tiny, tmp_path: Path, options: dict[str, Any]) -> Non
         ("phi3", {"target_modules": ["qkv_proj"]}),
     ],
 )  # fmt: skip
-def test_equal_to_peft(tiny: Tiny, tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+def test_merged_weights_equal_peft(
+    tiny: Tiny, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -147,7 +151,7 @@ def test_equal_to_peft(tiny: Tiny, tmp_path: Path, family: str, options: dict[st
     assert any(not torch.equal(expected[name], before[name]) for name in source.entries)
 
 
-def test_a_module_that_was_replaced_may_be_saved_as_well(tiny: Tiny, tmp_path: Path) -> None:
+def test_saved_original_modules_are_ignored(tiny: Tiny, tmp_path: Path) -> None:
     """PEFT does so with ``save_embedding_layers`` and after a change of the vocabulary."""
     model = tiny("llama-wide")
     saved = {"lm_head.weight": torch.ones(stored(model)["lm_head.weight"].shape)}
@@ -168,7 +172,7 @@ def test_a_module_that_was_replaced_may_be_saved_as_well(tiny: Tiny, tmp_path: P
     ),
     ("added", [8, -8]),
 )
-def test_another_number_of_tokens_is_said_with_steps_that_work(
+def test_a_resized_vocabulary_is_refused_with_working_steps(
     tiny: Tiny, tmp_path: Path, options: dict[str, Any], added: int
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -198,7 +202,7 @@ def test_another_number_of_tokens_is_said_with_steps_that_work(
         torch.testing.assert_close(found[:kept], stored(model)["model.embed_tokens.weight"][:kept])
 
 
-def test_from_plan_to_reproduce(
+def test_adapters_from_plan_to_reproduce(
     tiny: Tiny,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -238,7 +242,7 @@ def test_from_plan_to_reproduce(
     assert with_it["models"][1]["kl_mean"] < without["models"][1]["kl_mean"] / 2
 
 
-def test_what_is_measured_against_another_model_than_it_was_made_of_is_said(
+def test_eval_notes_a_reference_with_another_adapter(
     tiny: Tiny,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -291,7 +295,7 @@ def test_what_is_measured_against_another_model_than_it_was_made_of_is_said(
 
 
 @pytest.mark.thorough
-def test_sweeps_and_releases_measure_against_what_was_merged(
+def test_sweeps_and_releases_merge_the_adapter_into_the_reference(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, notes = tiny("llama-wide"), list[str]()
@@ -325,7 +329,7 @@ def test_sweeps_and_releases_measure_against_what_was_merged(
     assert f" --recipe {tmp_path / 'x.toml'} --adapter {place}\n" in allocated.err
 
 
-def test_an_adapter_is_given_where_the_recipes_say_so(
+def test_verify_requires_the_adapter_of_the_recipe(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out, file = tiny("llama-wide"), tmp_path / "q", tmp_path / "q.gguf"
@@ -355,7 +359,7 @@ def test_an_adapter_is_given_where_the_recipes_say_so(
             verify(result, model)
 
 
-def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_card_names_the_merged_adapter_also_after_export(tiny: Tiny, tmp_path: Path) -> None:
     model, place = tiny("llama-wide"), tmp_path / "tuned"
     adapter(place, low_rank(model, ("q_proj",)))
     wanted = recipe(scheme="int4:g32:sym", scales="absmax", adapter=AdapterOptions(str(place)))
@@ -378,9 +382,7 @@ def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path:
 
 
 @pytest.mark.thorough
-def test_what_is_merged_is_rounded_like_a_model_that_was_saved_so(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_merged_models_are_quantized_like_saved_ones(tiny: Tiny, tmp_path: Path) -> None:
     model = as_float32(tiny("llama-wide"), tmp_path / "m")
     place = adapter(tmp_path / "a", low_rank(model, ("q_proj", "up_proj")))
     source = open_plain_source(model, place)
@@ -396,7 +398,7 @@ def test_what_is_merged_is_rounded_like_a_model_that_was_saved_so(
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_tied_head_that_is_changed_stands_apart(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_tied_head_changed_by_an_adapter_is_untied(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-tied")
     entry = open_checkpoint(model).entries["model.embed_tokens.weight"]
     rows, columns = entry.shape
@@ -417,7 +419,7 @@ def test_a_tied_head_that_is_changed_stands_apart(tiny: Tiny, tmp_path: Path) ->
     assert verify(out, model, adapter=place).findings == []
 
 
-def test_a_run_goes_on_with_the_same_adapter_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_the_same_adapter(tiny: Tiny, tmp_path: Path) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
     place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
     wanted = recipe("gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
@@ -434,7 +436,7 @@ def test_a_run_goes_on_with_the_same_adapter_alone(tiny: Tiny, tmp_path: Path) -
         quantize(model, tmp_path / "r", wanted)
 
 
-def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_adapter_changed_during_the_run_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
     place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
     source = open_plain_source(model, place)
@@ -519,7 +521,7 @@ EDITS: dict[str, Callable[[dict[str, Tensor]], object]] = {
         ("many", r"does not fit .* \(11\): .*; and 1 more"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_named(
+def test_unsuitable_adapters_are_refused_with_the_cause(
     tiny: Tiny, tmp_path: Path, damage: str, words: str
 ) -> None:
     model = tiny("llama-wide")
@@ -561,7 +563,7 @@ def test_an_adapter_that_does_not_fit_is_named(
         (EDITS["name"], {"trainable_token_indices": [3]}, "merge_and_unload()"),
     ],
 )  # fmt: skip
-def test_what_helps_depends_on_what_is_in_the_way(
+def test_adapter_hints_depend_on_the_cause(
     tiny: Tiny, tmp_path: Path, edit: Any, config: dict[str, Any], hint: str
 ) -> None:
     model = tiny("llama-wide")
@@ -573,7 +575,7 @@ def test_what_helps_depends_on_what_is_in_the_way(
     assert hint in refused.value.hint
 
 
-def test_dora_of_an_output_without_weights_is_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_dora_with_a_zero_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     model = as_float32(tiny("llama-wide"), tmp_path / "m")
     tensors = low_rank(model, ("layers.0.self_attn.q_proj",))
     kept = stored(model)
@@ -587,7 +589,7 @@ def test_dora_of_an_output_without_weights_is_named(tiny: Tiny, tmp_path: Path) 
     assert "use_dora=False" in refused.value.hint
 
 
-def test_what_is_no_adapter_is_refused_before_it_is_digested(
+def test_invalid_adapters_are_refused_before_digesting(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
@@ -612,14 +614,14 @@ def test_what_is_no_adapter_is_refused_before_it_is_digested(
     assert len(digested) == 1
 
 
-def test_an_adapter_may_choose_among_layers(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_adapter_may_cover_some_layers_only(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
     tensors = low_rank(model, ("layers.1.self_attn.q_proj",))
     place = adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
     assert "1 modules of rank 4" in open_plain_source(model, place).source_notes["adapter"]
 
 
-def test_nothing_is_merged_into_codes(tiny: Tiny, tmp_path: Path) -> None:
+def test_merging_into_quantized_codes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
     place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
     quantize(model, tmp_path / "q", recipe(scheme="int4:g128:sym"))

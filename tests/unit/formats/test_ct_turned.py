@@ -43,7 +43,7 @@ def configuration(blocks: Any, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", ["int4:g16:sym:bf16", "int3:g32:sym:f16", "int8:g64:sym:f32"])
-def test_the_library_decodes_what_is_stored_turned(scheme: str) -> None:
+def test_compressed_tensors_decodes_transposed_storage(scheme: str) -> None:
     tensor, files, blocks = stored(scheme, (96, 64))
     arguments = QuantizationScheme(targets=["Linear"], weights=weight_arguments(blocks))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
@@ -52,7 +52,7 @@ def test_the_library_decodes_what_is_stored_turned(scheme: str) -> None:
     assert torch.equal(weight, decoded(tensor).T.to(weight.dtype))
 
 
-def test_what_is_stored_turned_comes_back() -> None:
+def test_transposed_storage_round_trips() -> None:
     tensor, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
     (layout,) = ct.find_layouts(configuration(blocks), tensor_headers(files))
     assert (layout.transposed, layout.shape) == (True, (96, 64))
@@ -61,14 +61,14 @@ def test_what_is_stored_turned_comes_back() -> None:
     assert {item.name: item for item in announced} == tensor_headers(files)
 
 
-def test_damaged_scales_are_refused() -> None:
+def test_damaged_scales_of_transposed_storage_are_refused() -> None:
     _, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
     files["h.0.attn.c_attn.weight_scale"] = files["h.0.attn.c_attn.weight_scale"][:-1]
     with pytest.raises(InputError, match="weight_scale"):
         ct.find_layouts(configuration(blocks), tensor_headers(files))
 
 
-def test_only_groups_of_symmetric_integers_are_stored_turned(tiny: Tiny) -> None:
+def test_only_symmetric_integer_groups_are_stored_transposed(tiny: Tiny) -> None:
     model: Path = tiny("gpt2")
     made = plan(model, scheme="int4:g32:sym", engine="transformers")
     verdicts = {verdict.engine: verdict for verdict in made.engines}

@@ -79,7 +79,7 @@ SCHEMES = {
         ("quantization", {"bits": 4, "group_size": 64}),
     ],
 )
-def test_a_declaration_without_packed_tensors_is_left_over(tiny, tmp_path, place, left):
+def test_declarations_without_packed_tensors_are_ignored_with_a_note(tiny, tmp_path, place, left):
     model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({place: left}))
     found = api.inspect(model)
     assert (found.format, found.bits_per_weight) == (
@@ -91,14 +91,14 @@ def test_a_declaration_without_packed_tensors_is_left_over(tiny, tmp_path, place
     assert open_model(model).config == open_model(tiny("llama")).config
 
 
-def test_null_declares_nothing(tiny, tmp_path):
+def test_a_null_quantization_config_declares_nothing(tiny, tmp_path):
     model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({KEY: None}))
     assert api.inspect(model).notes == ()
     assert open_model(model).config == open_model(tiny("llama")).config
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_no_result_carries_what_is_left_over(tiny, tmp_path, nested):
+def test_leftover_declarations_are_not_written_to_results(tiny, tmp_path, nested):
     def change(config: dict[str, Any]) -> None:
         config.update({"vision_config": {KEY: BNB}} if nested else {KEY: BNB})
 
@@ -140,9 +140,7 @@ def autoawq(config: dict[str, Any]) -> dict[str, Any]:
     [("gptq", "quantize_config.json", autogptq), ("awq", "quant_config.json", autoawq),
      ("awq", "quantize_config.json", autoawq)],
 )  # fmt: skip
-def test_a_file_beside_the_model_declares_what_config_json_does_not(
-    packed, tmp_path, form, file, written
-):
+def test_side_files_declare_the_quantization(packed, tmp_path, form, file, written):
     declared: dict[str, Any] = {}
     model = copied(packed(form), tmp_path / "m", lambda config: declared.update(written(config)))
     (model / file).write_text(json.dumps(declared))
@@ -162,7 +160,7 @@ def test_a_file_beside_the_model_declares_what_config_json_does_not(
         (f"text_config.{KEY}", lambda found: {"text_config": {KEY: found}}),
     ],
 )  # fmt: skip
-def test_another_key_of_config_json_declares_it(packed, tmp_path, place, within):
+def test_other_config_keys_declare_the_quantization(packed, tmp_path, place, within):
     model = copied(packed("compressed-tensors"), tmp_path / "m",
                    lambda config: config.update(within(config.pop(KEY))))  # fmt: skip
     if place != "compression_config":  # a tower has to be whole
@@ -180,7 +178,7 @@ def test_another_key_of_config_json_declares_it(packed, tmp_path, place, within)
     )
 
 
-def test_old_mlx_files_declare_it_once(packed, tmp_path):
+def test_old_mlx_files_with_one_declaration_are_read(packed, tmp_path):
     model = copied(packed("mlx"), tmp_path / "m", lambda config: config.pop(KEY))
     assert api.inspect(model).schemes == api.inspect(packed("mlx")).schemes
     with pytest.raises(InputError, match="already quantized"):
@@ -189,7 +187,7 @@ def test_old_mlx_files_declare_it_once(packed, tmp_path):
     assert "quantization" not in (tmp_path / "plain" / "config.json").read_text()
 
 
-def test_two_places_that_differ_are_refused(packed, tmp_path):
+def test_contradicting_declarations_are_refused(packed, tmp_path):
     declared: dict[str, Any] = {}
     model = copied(packed("gptq"), tmp_path / "m", lambda config: declared.update(autogptq(config)))
     (model / "quantize_config.json").write_text(json.dumps(declared))
@@ -212,9 +210,7 @@ def test_two_places_that_differ_are_refused(packed, tmp_path):
     ),
     ("left", [None, {}]),
 )
-def test_packed_tensors_that_nothing_declares_are_refused_by_name(
-    packed, tmp_path, form, tool, left
-):
+def test_undeclared_packed_tensors_are_refused_by_name(packed, tmp_path, form, tool, left):
     def change(config: dict[str, Any]) -> None:
         config.pop("quantization", None)
         config.pop(KEY) if left is None else config.update({KEY: left})
@@ -252,7 +248,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ],
     ),
 )
-def test_tensors_that_do_not_fit_are_not_moved(packed, tmp_path, form, change, words):
+def test_export_refuses_missing_extra_or_misshapen_tensors(packed, tmp_path, form, change, words):
     model = retold(copied(packed("compressed-tensors"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
         api.export(model, None, tmp_path / "o", format=form, allow_inexact=True)
@@ -269,7 +265,7 @@ def test_tensors_that_do_not_fit_are_not_moved(packed, tmp_path, form, change, w
         (lambda t: t.update({UP: t[UP][:, :-8].clone()}), f"{UP}: shape"),
     ],
 )
-def test_plain_tensors_that_do_not_fit_are_not_copied(tiny, tmp_path, change, words):
+def test_plain_export_refuses_missing_or_misshapen_tensors(tiny, tmp_path, change, words):
     model = retold(copied(tiny("llama-wide"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
         api.export(model, None, tmp_path / "o", format="plain")
@@ -277,7 +273,7 @@ def test_plain_tensors_that_do_not_fit_are_not_copied(tiny, tmp_path, change, wo
         api.inspect(model)
 
 
-def test_a_tied_head_that_is_not_the_embedding_is_not_moved(tiny, tmp_path):
+def test_export_refuses_a_tied_head_unlike_the_embedding(tiny, tmp_path):
     model = copied(
         tiny("llama"), tmp_path / "m", lambda config: config.update(tie_word_embeddings=True)
     )
@@ -286,7 +282,7 @@ def test_a_tied_head_that_is_not_the_embedding_is_not_moved(tiny, tmp_path):
         api.export(model, None, tmp_path / "o", format="plain")
 
 
-def test_packed_tensors_of_a_family_that_is_not_declared_are_not_called_plain(tiny, tmp_path):
+def test_packed_tensors_of_undeclared_families_are_not_plain(tiny, tmp_path):
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     changes = {"model_type": "unheard", KEY: declared}
     model = copied(tiny("llama-wide"), tmp_path / "m", lambda config: config.update(changes))
@@ -312,7 +308,7 @@ def unpacked(form: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq", "bnb", "fp8"])
-def test_a_module_that_is_not_packed_has_to_be_listed(packed, tmp_path, form):
+def test_unpacked_modules_must_be_listed(packed, tmp_path, form):
     model = retold(copied(packed(form), tmp_path / "m"), unpacked(form))
     for read in (
         api.inspect,
@@ -335,7 +331,7 @@ def test_a_module_that_is_not_packed_has_to_be_listed(packed, tmp_path, form):
     assert api.inspect(model).format == form
 
 
-def test_a_packed_module_may_not_be_listed(packed, tmp_path):
+def test_packed_modules_must_not_be_listed(packed, tmp_path):
     model = copied(
         packed("compressed-tensors"),
         tmp_path / "m",
@@ -350,7 +346,7 @@ def test_a_packed_module_may_not_be_listed(packed, tmp_path):
             read(model)
 
 
-def test_bits_and_groups_that_make_other_shapes_are_refused(packed, tmp_path):
+def test_bits_and_groups_contradicting_the_shapes_are_refused(packed, tmp_path):
     """Twice as many codes of 2 bits in groups of 64 take the same words as those of 4 bits in groups of 32."""
 
     def change(config: dict[str, Any]) -> None:
@@ -363,7 +359,7 @@ def test_bits_and_groups_that_make_other_shapes_are_refused(packed, tmp_path):
 
 
 @pytest.mark.parametrize("value", [0, 1])
-def test_biases_that_old_gptq_files_add_are_left_out_where_they_are_zero(packed, tmp_path, value):
+def test_zero_biases_of_old_gptq_files_are_dropped(packed, tmp_path, value):
     names = [name for name in load_file(packed("gptq") / WEIGHTS) if name.endswith(".qweight")]
 
     def change(tensors: dict[str, torch.Tensor]) -> None:

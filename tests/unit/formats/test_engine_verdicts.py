@@ -25,7 +25,7 @@ def loading(key, *schemes, shape=(128, 256)):
     }
 
 
-def test_every_format_has_a_verdict_of_every_engine():
+def test_every_directory_format_has_a_verdict_of_every_engine():
     records = {key: load_format(key).INFO for key in FORMATS}
     for key, about in records.items():
         if not about.is_single_file:  # such are for engines of their own
@@ -53,19 +53,19 @@ def test_every_format_has_a_verdict_of_every_engine():
         ("awq", "int4:g16:asym", "transformers"),
     ],
 )
-def test_who_loads_what(key, scheme, engines):
+def test_engines_that_load_each_format_and_scheme(key, scheme, engines):
     found = loading(key, scheme)
     assert [name for name in NAMES if found[name].loads] == engines.split()
     assert all(verdict.reason for verdict in found.values() if not verdict.loads)
 
 
-def test_one_layer_in_the_way_is_enough_and_is_explained():
+def test_one_unsupported_layer_is_refused_with_a_reason():
     verdict = loading("compressed-tensors", "int4:g128:sym", "int3:g128:sym")["vllm"]
     assert not verdict.loads
     assert verdict.reason == "kernels for 4 and 8 bits only, not 3"
 
 
-def test_what_is_good_to_know_comes_with_a_yes():
+def test_positive_engine_verdicts_carry_caveats():
     assert "GPU" in loading("gptq", "int8:g128:sym")["vllm"].reason
     assert "96x256" in loading("gptq", "int4:g128:sym", shape=(96, 256))["vllm"].reason
     assert loading("gptq", "int4:g128:sym")["vllm"].reason == ""
@@ -108,7 +108,7 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
         ("gptq", {"model_types": ("", "falcon")}, "transformers", "falcon does not load"),
     ],
 )
-def test_what_a_family_keeps_an_engine_from_loading(key, facts, engine, why):
+def test_engine_verdicts_depend_on_model_facts(key, facts, engine, why):
     about = load_format(key).INFO
     facts = {"module": "mlp.up_proj", "model_types": ("llama",), **facts}
     layers = {facts.pop("module"): (parse_layer(about.example_schemes[0]), (128, 256))}
@@ -132,7 +132,7 @@ def vllm_of(key, model):
     return next(v for v in engine_verdicts(load_format(key).INFO, model) if v.engine == "vllm")
 
 
-def test_vllm_holds_the_experts_of_a_mixture_as_one():
+def test_vllm_needs_one_scheme_for_all_experts():
     alike, divided = experts(*["int4:g128:sym"] * 2), experts("int4:g128:sym", "int8:g128:sym")
     assert vllm_of("compressed-tensors", alike).loads
     assert "packed alike" in vllm_of("compressed-tensors", divided).reason
@@ -147,12 +147,12 @@ def test_vllm_holds_the_experts_of_a_mixture_as_one():
         assert vllm_of("gptq", replace(alike, unquantized=(kept,))).loads is loads
 
 
-def test_the_plugin_of_vllm_has_no_experts_in_bytes():
+def test_the_vllm_bnb_plugin_has_no_8_bit_experts():
     assert "in 8 bits" in vllm_of("bnb", experts("int8:row:sym")).reason
     assert vllm_of("bnb", experts("nf4:g64:sym")).loads
 
 
-def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
+def test_quantize_export_and_verify_agree_on_engines(tiny, tmp_path):
     none = CalibrationOptions(source="none")
     packed = Recipe(scheme="int4:g32:sym", scales="absmax", calibration=none)
     quantize(tiny("gpt2"), tmp_path / "gpt2", packed)
@@ -171,7 +171,7 @@ def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("unstacked", [True, False])
-def test_plain_experts_one_by_one_load_where_the_family_publishes_them_so(unstacked: bool) -> None:
+def test_plain_unstacked_experts_load_if_published_unstacked(unstacked: bool) -> None:
     kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
     model = ModelToLoad({}, ("llama4_text",), unstacked_experts=unstacked, unquantized=kept)
     found = {one.engine: one.loads for one in engine_verdicts(load_format("plain").INFO, model)}

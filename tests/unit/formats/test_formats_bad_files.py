@@ -35,7 +35,7 @@ def position(key, row, group):
     ("key, scheme", SCHEMES),
     ("value", [float("nan"), float("inf"), float("-inf")]),
 )
-def test_a_scale_that_is_no_number_is_refused(key, scheme, value):
+def test_non_finite_scales_are_refused(key, scheme, value):
     form, layout, packed, _ = written(key, scheme)
     name = SCALES.get(key, "m.scales")
     form.unpack(layout, packed)
@@ -75,7 +75,7 @@ def test_a_missing_or_misshapen_tensor_is_refused(key, scheme):
         assert caught.value.tensor == name
 
 
-def test_gptq_refuses_the_zero_point_that_readers_disagree_about():
+def test_gptq_refuses_the_ambiguous_zero_point():
     form, layout, packed, tensor = written("gptq", "int4:g32:asym")
     stored = tensor.parameters["zeros"].T.contiguous() - 1
     stored[1, 3] = 15
@@ -86,7 +86,7 @@ def test_gptq_refuses_the_zero_point_that_readers_disagree_about():
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
-def test_a_symmetric_file_has_one_zero_point(key):
+def test_different_zero_points_in_symmetric_files_are_refused(key):
     form, layout, packed, _ = written(key, "int4:g32:sym")
     packed["m.qzeros"][0, 0] ^= 1
     with pytest.raises(InputError, match="zero points differ") as caught:
@@ -94,7 +94,7 @@ def test_a_symmetric_file_has_one_zero_point(key):
     assert caught.value.tensor == "m.qzeros"
 
 
-def test_compressed_tensors_refuses_a_shape_that_contradicts_the_words():
+def test_compressed_tensors_refuses_a_contradicting_weight_shape():
     form, layout, packed, _ = written("compressed-tensors", "int4:row:sym", (32, 60))
     assert form.unpack(layout, packed).shape == (32, 60)
     for shape in ([32, 64 + 8], [31, 60], [32, 0], [32, -60]):
@@ -119,7 +119,7 @@ def gptq_config(**values):
         ({"dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
     ],
 )
-def test_gptq_refuses_a_configuration_that_the_headers_contradict(values, message):
+def test_gptq_refuses_configurations_contradicting_the_headers(values, message):
     form, _, packed, _ = written("gptq", "int4:g32:sym")
     assert len(form.find_layouts(gptq_config(), tensor_headers(packed))) == 1
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
@@ -192,7 +192,7 @@ def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
         assert str(layout.scheme) == "int4:g32:sym:f16"
 
 
-def test_scattered_groups_are_read_exactly_and_cannot_be_stored_again():
+def test_desc_act_groups_are_read_but_not_stored():
     form, layout, packed, tensor = written("gptq", "int4:g32:asym")
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     index = torch.empty(64, dtype=torch.int32)
@@ -210,7 +210,7 @@ def test_scattered_groups_are_read_exactly_and_cannot_be_stored_again():
             form.unpack(layout, packed | {"m.g_idx": index})
 
 
-def test_a_file_without_group_numbers_has_consecutive_groups():
+def test_gptq_files_without_g_idx_have_consecutive_groups():
     form, _, packed, tensor = written("gptq", "int4:g32:sym")
     del packed["m.g_idx"]
     (layout,) = form.find_layouts(gptq_config(), tensor_headers(packed))
@@ -219,7 +219,7 @@ def test_a_file_without_group_numbers_has_consecutive_groups():
 
 @pytest.mark.parametrize("strategy", ["channel", None])
 @pytest.mark.parametrize("size", [None, -1])
-def test_compressed_tensors_has_many_ways_to_say_one_scale_per_row(strategy, size):
+def test_compressed_tensors_spellings_of_one_scale_per_row(strategy, size):
     form, _, packed, tensor = written("compressed-tensors", "int4:row:sym")
     weights = {"num_bits": 4, "strategy": strategy, "group_size": size}
     found = {
@@ -232,7 +232,7 @@ def test_compressed_tensors_has_many_ways_to_say_one_scale_per_row(strategy, siz
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
 
-def test_weights_whose_inputs_are_transformed_are_refused():
+def test_compressed_tensors_refuses_transform_config():
     form, _, packed, _ = written("compressed-tensors", "int4:row:sym")
     found = {
         "quant_method": "compressed-tensors",

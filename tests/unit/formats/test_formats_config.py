@@ -46,14 +46,14 @@ def quantization(key, schemes, **options):
     return written(key, schemes, **options)["config.json"]["quantization_config"]
 
 
-def test_plain_states_the_type_and_no_quantization():
+def test_plain_config_states_dtype_and_no_quantization():
     source = SOURCE | {"quantization_config": {"quant_method": "gptq"}}
     files = written("plain", [None] * 4, source)
     assert files == {"config.json": {**SOURCE, "torch_dtype": "bfloat16", "dtype": "bfloat16"}}
     assert list(files["config.json"])[: len(SOURCE)] == list(SOURCE)
 
 
-def test_one_scheme_targets_the_class():
+def test_a_single_scheme_targets_linear():
     config = written("compressed-tensors", ["int4:g32:sym"] * 4)["config.json"]
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
     assert config["quantization_config"] == {
@@ -76,7 +76,7 @@ def test_one_scheme_targets_the_class():
     }  # fmt: skip
 
 
-def test_several_schemes_target_names_and_exceptions_are_listed():
+def test_several_schemes_target_names_and_ignore_kept_layers():
     found = quantization(
         "compressed-tensors", ["int4:g32:sym", "int8:row:asym", None, "int8:row:asym"]
     )
@@ -92,13 +92,13 @@ def test_several_schemes_target_names_and_exceptions_are_listed():
 
 
 @pytest.mark.parametrize("key", ["compressed-tensors", "awq"])
-def test_a_tied_head_is_listed_although_no_tensor_has_its_name(key):
+def test_a_tied_head_is_listed_as_unquantized(key):
     found = quantization(key, ["int4:g32:sym", None] * 2, head=None)
     listed = found["ignore" if key == "compressed-tensors" else "modules_to_not_convert"]
     assert listed == ["lm_head", *(f"model.layers.{block}.mlp.down_proj" for block in (0, 1))]
 
 
-def test_a_head_of_its_own_unties_the_model():
+def test_a_quantized_head_unties_the_model():
     source = SOURCE | {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}}
     schemes = ["int4:g32:sym"] * 4
     config = written("compressed-tensors", schemes, source)["config.json"]
@@ -112,7 +112,7 @@ def test_a_head_of_its_own_unties_the_model():
     assert config["quantization_config"]["ignore"] == []
 
 
-def test_a_head_is_named_beside_the_class():
+def test_a_quantized_head_is_targeted_by_name():
     """SGLang reads a head that only the class targets as unquantized."""
     form = load_format("compressed-tensors")
     head = quantized_plan(form, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
@@ -137,7 +137,7 @@ def gptq(checkpoint_format="gptq", **more):
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2"])
-def test_gptq_writes_the_same_object_twice(key):
+def test_gptq_writes_its_config_to_both_files(key):
     files = written(key, ["int4:g32:sym"] * 4)
     assert files["quantize_config.json"] == gptq(key)
     config = files["config.json"]
@@ -151,7 +151,7 @@ def test_gptq_states_rows_and_zero_points():
     )
 
 
-def test_gptq_lists_skipped_layers_both_ways():
+def test_gptq_lists_skipped_layers_in_both_keys():
     found = quantization("gptq", ["int4:g32:sym", None] * 2)
     assert found["modules_in_block_to_quantize"] == [["self_attn.o_proj"]]
     for block in (0, 1):
@@ -176,7 +176,7 @@ def test_gptq_uses_full_names_when_blocks_differ():
     assert list(found["dynamic"]) == [r"-:(.*\.)?model\.layers\.1\.self_attn\.o_proj$"]
 
 
-def test_awq_names_what_it_keeps_only_if_there_is_more_than_the_head():
+def test_awq_lists_kept_modules_besides_the_head():
     plain = {
         "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
@@ -191,7 +191,7 @@ def test_awq_names_what_it_keeps_only_if_there_is_more_than_the_head():
 
 @pytest.mark.parametrize("key", ["gptq", "awq"])
 @pytest.mark.parametrize("stacked", [True, False])
-def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
+def test_unquantized_mixtures_are_listed_by_module(key, stacked):
     """vLLM asks for ``experts``: a part of it in AWQ, by ``re.match`` in GPTQ."""
     form, mixture = load_format(key), "model.layers.{}.mlp.experts".format
     names = ["down_proj"] if stacked else ["0.down_proj.weight", "1.down_proj.weight"]
@@ -234,7 +234,7 @@ def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
         ],
     ),
 )
-def test_stacked_experts_that_stay_are_named_by_what_engines_ask_for(key, place, stacks, mixture):
+def test_unquantized_expert_stacks_are_listed_for_engines(key, place, stacks, mixture):
     """vLLM holds them as ``experts``; of compressed-tensors it asks for parts of the first, which no file has."""
     form = load_format(key)
     scheme = {"compressed-tensors": "int4:g32:sym", "fp8": "fp8:128x128", "bnb": "nf4:g64"}[key]
@@ -253,20 +253,20 @@ def test_stacked_experts_that_stay_are_named_by_what_engines_ask_for(key, place,
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
-def test_half_precision_is_not_forced_on_a_family_that_overflows_in_it(key):
+def test_gemma2_keeps_bfloat16_in_half_precision_formats(key):
     source = SOURCE | {"model_type": "gemma2"}
     config = written(key, ["int4:g32:sym"] * 4, source)["config.json"]
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
-def test_the_type_comes_from_the_tensors_when_the_source_does_not_state_it():
+def test_config_dtype_defaults_to_the_tensor_dtype():
     source = {key: value for key, value in SOURCE.items() if key != "torch_dtype"}
     for stated in ({}, {"dtype": "auto"}, {"dtype": "torch.bfloat16"}):
         config = written("compressed-tensors", ["int4:g32:sym"] * 4, source | stated)["config.json"]
         assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
-def test_the_text_tower_states_the_same_type():
+def test_text_config_states_the_same_dtype():
     source = {
         "model_type": "x",
         "text_config": {"dtype": "bfloat16", "vocab_size": 3},
@@ -277,12 +277,12 @@ def test_the_text_tower_states_the_same_type():
 
 
 @pytest.mark.parametrize("key", ["gptq", "awq"])
-def test_nothing_quantized_is_no_such_file(key):
+def test_formats_refuse_plans_without_quantized_layers(key):
     with pytest.raises(RefusedError, match="nothing is quantized"):
         written(key, [None] * 4)
 
 
-def test_bytes_are_stable_utf8():
+def test_config_bytes_are_stable_utf8():
     form = load_format("awq")
     plan = plan_of(form, model(form, ["int4:g32:asym"] * 4))
     files = [form.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]

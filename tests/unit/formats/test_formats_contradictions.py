@@ -86,7 +86,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("case", "values", "message"), WRONG)
-def test_what_the_tensors_deny_is_refused_by_name(
+def test_configurations_contradicting_the_tensors_are_refused(
     case: str, values: dict[str, object], message: str
 ) -> None:
     form, config, headers = _file(case)
@@ -97,7 +97,7 @@ def test_what_the_tensors_deny_is_refused_by_name(
 
 
 @pytest.mark.parametrize("storage", ["uint8", "int8", "float16", "bfloat16", "float32", "float64"])
-def test_bytes_of_bitsandbytes_are_read_in_every_storage_type(storage: str) -> None:
+def test_bitsandbytes_storage_dtypes_are_read(storage: str) -> None:
     form, scheme, weight = load_format("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     parameters = get_packer(scheme).fit(matrix, scheme)
@@ -125,7 +125,7 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, str], str, str]] = [
 
 
 @pytest.mark.parametrize(("case", "values", "edits", "cause", "hint"), REASONS)
-def test_a_refusal_names_its_cause_and_what_helps(
+def test_format_errors_name_cause_and_hint(
     case: str, values: dict[str, Any], edits: dict[str, str], cause: str, hint: str
 ) -> None:
     form, config, headers = _file(case)
@@ -142,7 +142,7 @@ def test_a_refusal_names_its_cause_and_what_helps(
     assert hint in refused.value.hint
 
 
-def test_one_scale_of_fp8_without_a_block_size_is_read_after_what_the_hint_says() -> None:
+def test_per_tensor_fp8_is_read_after_following_the_hint() -> None:
     form, config, headers = _file("fp8")
     name = f"{MODULE}.weight_scale_inv"
     headers[name] = replace(headers[name], shape=())
@@ -155,14 +155,14 @@ def test_one_scale_of_fp8_without_a_block_size_is_read_after_what_the_hint_says(
 
 
 @pytest.mark.parametrize("said", [{"checkpoint_format": "marlin"}, {"is_marlin_format": True}])
-def test_another_layout_of_gptq_is_named(said: dict[str, Any]) -> None:
+def test_marlin_gptq_layout_is_refused_by_name(said: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="checkpoint_format = 'marlin'") as refused:
         detect_format({"quantization_config": CONFIGS["gptq"] | said})
     assert "gptq_v2" in refused.value.hint
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_what_is_left_out_or_null_is_no_contradiction(case: str) -> None:
+def test_missing_or_null_options_are_accepted(case: str) -> None:
     form, config, headers = _file(case)
     (key,) = config.keys() - MODEL.keys()
     options = ("lm_head", "pack_dtype", "fmt", "bnb_4bit_quant_storage", "llm_int8_skip_modules")
@@ -172,7 +172,7 @@ def test_what_is_left_out_or_null_is_no_contradiction(case: str) -> None:
     assert len(form.find_layouts({**config, key: unsaid}, headers)) == 1
 
 
-def test_mlx_says_the_same_under_both_names() -> None:
+def test_mlx_declarations_must_be_identical() -> None:
     form, config, headers = _file("mlx")
     both = config | {"quantization_config": config["quantization"]}
     assert len(form.find_layouts(both, headers)) == 1

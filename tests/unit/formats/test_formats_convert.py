@@ -40,13 +40,13 @@ def with_scales(tensor, scales):
         ("int4:g64:sym:f16", "int8:g64:sym:f16", Verdict.IMPOSSIBLE),
     ],
 )
-def test_schemes_alone_tell_what_they_can(scheme, wanted, verdict):
+def test_verdicts_from_schemes_alone(scheme, wanted, verdict):
     fit = compare_schemes(parse(scheme), parse(wanted), SHAPE)
     assert fit.verdict is verdict
     assert (fit.reason == "") is (verdict is Verdict.EXACT)
 
 
-def test_a_zero_point_of_zero_has_to_be_looked_for():
+def test_zero_points_below_the_minimum_depend_on_values():
     asym, sym = parse("int4:g64:asym:f16"), parse("int4:g64:sym:f16")
     assert compare_schemes(asym, asym, SHAPE, 1).verdict is Verdict.DEPENDS_ON_VALUES
     assert compare_schemes(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
@@ -71,7 +71,7 @@ def test_a_zero_point_of_zero_has_to_be_looked_for():
     st.sampled_from(["F16", "BF16", "F32"]),
     st.integers(0, 99),
 )
-def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dtype, seed):
+def test_conversions_are_exact_or_refused_with_a_reason(scheme, scale, key, model_dtype, seed):
     target, source = load_format(key), parse(f"{scheme}:{scale}")
     fit, wanted = scheme_in_format(source, SHAPE, target, model_dtype)
     assert fit.verdict in {Verdict.EXACT, Verdict.DEPENDS_ON_VALUES}
@@ -94,7 +94,7 @@ def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dt
     assert torch.equal(decoded(target.unpack(layout, packed)), decoded(tensor))
 
 
-def test_scales_convert_when_each_of_them_does():
+def test_scales_convert_if_every_value_is_representable():
     source, wanted = parse("int4:g64:sym:f16"), parse("int4:g64:sym:bf16")
     tensor = random_tensor(source, SHAPE)
     fit = compare_values(tensor, wanted)
@@ -130,7 +130,7 @@ def test_a_minimum_out_of_range_is_refused_even_if_inexact_is_allowed():
 
 
 @pytest.mark.parametrize("text", ["fp8:row:sym:f32", "nf4:g64:sym:double"])
-def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
+def test_float_and_codebook_scales_round_only_if_allowed(text):
     scheme = parse(text)
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     parameters = get_packer(scheme).fit(weight, scheme)
@@ -149,7 +149,7 @@ def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
     assert torch.equal(exact.decode(), tensor.decode())
 
 
-def test_constant_zero_points_are_a_symmetric_grid():
+def test_constant_zero_points_convert_to_a_symmetric_grid():
     source = parse("int4:g64:asym:f16")
     wanted = parse("int4:g64:sym:f16")
     tensor = random_tensor(source, SHAPE)
@@ -164,7 +164,7 @@ def test_constant_zero_points_are_a_symmetric_grid():
     assert torch.equal(back.parameters["zeros"], tensor.parameters["zeros"])
 
 
-def test_what_a_format_cannot_hold_names_the_nearest():
+def test_unsupported_schemes_name_the_nearest():
     fit, _ = scheme_in_format(parse("int3:g128:sym:f16"), SHAPE, load_format("awq"), "F16")
     assert fit.verdict is Verdict.IMPOSSIBLE
     assert fit.nearest.startswith("int4:g128:sym")
@@ -175,7 +175,7 @@ def test_what_a_format_cannot_hold_names_the_nearest():
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "compressed-tensors"])
-def test_a_group_of_scale_zero_goes_to_minima_and_back(key):
+def test_zero_scale_groups_convert_to_minima_and_back(key):
     scheme = parse("int4:g64:sym:f16")
     tensor = random_tensor(scheme, SHAPE)
     tensor.codes[3, 64:128], tensor.parameters["scales"][3, 1] = 0, 0
@@ -189,7 +189,7 @@ def test_a_group_of_scale_zero_goes_to_minima_and_back(key):
         assert torch.equal(found.decode(), tensor.decode())
 
 
-def test_the_same_scheme_is_not_copied():
+def test_converting_to_the_same_scheme_does_not_copy():
     tensor = random_tensor("int4:g64:sym:f16", SHAPE)
     assert convert(tensor, tensor.scheme) is tensor
     assert convert(tensor, replace(tensor.scheme, scale=ScaleType.F32)) is not tensor

@@ -41,7 +41,7 @@ def stored_config(form, scheme, shape):
 @pytest.mark.parametrize("key", INTEGER_FORMATS)
 @settings(max_examples=60, deadline=None)
 @given(scheme=SCHEMES, rows=st.integers(1, 10), columns=st.integers(1, 4), seed=st.integers(0, 99))
-def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, columns, seed):
+def test_packed_layers_match_announced_tensors_and_round_trip(key, scheme, rows, columns, seed):
     form, wanted, shape = load_format(key), parse(scheme), (rows * 8, columns * 96)
     layer = LayerScheme(wanted)
     fit = form.check_layer(layer, shape)
@@ -90,7 +90,7 @@ def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, col
         ("plain", "int4:g32:sym", (32, 96), "no codes", ""),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_reason_and_the_nearest(
+def test_unsupported_layers_are_refused_with_reason_and_nearest(
     key, scheme, shape, reason, nearest
 ):
     form = load_format(key)
@@ -105,14 +105,14 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_the_nearest(
 
 
 @pytest.mark.parametrize("key", INTEGER_FORMATS)
-def test_pack_refuses_what_check_refuses(key):
+def test_pack_refuses_layers_that_check_layer_refuses(key):
     with pytest.raises(RefusedError, match=r"a\.b: "):
         load_format(key).pack(
             "a.b", random_tensor(Scheme("int4", parse("int4:g1").granularity), (8, 32))
         )
 
 
-def test_bits_mean_something_in_every_format():
+def test_default_schemes_for_bits_per_format():
     assert {key: load_format(key).default_scheme(4) for key in INTEGER_FORMATS} == {
         "compressed-tensors": "int4:g128:sym",
         "gptq": "int4:g128:sym",
@@ -129,7 +129,7 @@ def test_scale_types_follow_the_model_only_in_compressed_tensors():
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
-def test_a_model_has_one_group_size_and_keeps_its_head(key):
+def test_gptq_and_awq_need_one_group_size_and_no_head(key):
     form = load_format(key)
     layer, other = LayerScheme(parse("int4:g32:sym")), LayerScheme(parse("int4:g64:asym"))
     blocks = {"model.layers.0.a": (layer, (64, 64)), "model.layers.1.a": (layer, (64, 64))}
@@ -160,7 +160,7 @@ def test_compressed_tensors_mixes_schemes():
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
     ],
 )
-def test_a_configuration_belongs_to_one_format(config, key):
+def test_a_configuration_is_detected_as_one_format(config, key):
     found = detect_format(config)
     assert key == found.KEY
     assert [name for name in FORMATS if load_format(name).is_declared(config)] == [key]

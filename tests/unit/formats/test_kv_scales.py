@@ -32,7 +32,7 @@ def headers(kind=kv_scales.TENSOR):
 
 
 @pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
-def test_what_is_announced_is_found(kind):
+def test_announced_kv_scales_are_found(kind):
     stored = headers(kind)
     stated = kv_scales.kv_cache_scheme(stored.values())
     assert stated is not None
@@ -44,7 +44,7 @@ def test_what_is_announced_is_found(kind):
     )
 
 
-def test_a_model_without_scales_has_none():
+def test_models_without_kv_scales_have_none():
     assert (
         kv_scales.kv_cache_scheme([StoredTensor("model.layers.0.mlp.k_scale", "F32", (1,))]) is None
     )
@@ -54,12 +54,12 @@ def test_a_model_without_scales_has_none():
 @pytest.mark.parametrize(
     "changes", [{"num_bits": 4}, {"type": "int"}, {"strategy": "channel"}, {"dynamic": True}]
 )
-def test_other_schemes_are_refused(changes):
+def test_unsupported_kv_cache_schemes_are_refused(changes):
     with pytest.raises(InputError, match="kv_cache_scheme"):
         kv_scales.find_scales(config(**changes), headers())
 
 
-def test_missing_and_mis_shaped_scales_are_named():
+def test_missing_or_misshapen_kv_scales_are_named():
     stored = headers()
     name = "model.layers.1.self_attn.v_scale"
     with pytest.raises(InputError, match="v_scale of block 1"):
@@ -70,7 +70,7 @@ def test_missing_and_mis_shaped_scales_are_named():
 
 
 @pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
-def test_both_caches_round_to_the_same_numbers(kind):
+def test_calibration_and_runtime_caches_round_alike(kind):
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, 2, 5, 64, generator=generator) * torch.tensor([1.0, 40.0])[:, None, None]
     values = torch.randn(3, 2, 5, 64, generator=generator)
@@ -92,7 +92,7 @@ def test_both_caches_round_to_the_same_numbers(kind):
         assert 0 < (rounded - x).norm() / x.norm() < 0.04
 
 
-def test_nothing_seen_or_not_finite_is_refused():
+def test_unobserved_or_non_finite_cache_peaks_are_refused():
     peaks = CachePeaks()
     with pytest.raises(InputError, match="not seen"):
         peaks.scales(kv_scales.TENSOR)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return x
 
 
-def test_a_listener_stands_before_the_cache_that_is_there():
+def test_attached_caches_round_before_the_existing_cache():
     attention, x = Attention(), torch.randn(1, 2, 3, 4)
     handle = attach_cache(attention, RoundedCache(torch.tensor([0.25]), torch.tensor([0.5])))
     kept = Kept()

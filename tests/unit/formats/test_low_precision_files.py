@@ -80,7 +80,7 @@ def read(form, config, packed):
 
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
-def test_what_is_written_is_read_back_to_the_bit(key, text):
+def test_packed_low_precision_modules_round_trip(key, text):
     form, config, packed, tensor = written(key, text)
     assert form.is_declared(config)
     (layout,) = form.find_layouts(config, tensor_headers(packed))
@@ -109,7 +109,7 @@ KINDS = [
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: kinds[0])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_odd_sizes_are_written_to_a_file_and_read_back_or_refused(kinds, data, tmp_path_factory):
+def test_odd_shapes_round_trip_or_are_refused(kinds, data, tmp_path_factory):
     """The shape that the file records decides, where words or blocks do not tell the columns."""
     key, *texts = kinds
     text = data.draw(st.sampled_from(texts))
@@ -129,7 +129,7 @@ def test_odd_sizes_are_written_to_a_file_and_read_back_or_refused(kinds, data, t
     assert torch.equal(form.unpack(layout, packed).decode(), tensor.decode())
 
 
-def test_a_recorded_shape_that_other_tensors_deny_is_refused(tmp_path):
+def test_a_recorded_shape_contradicting_tensors_is_refused(tmp_path):
     form, config, packed, _ = written("compressed-tensors", "int4:row", (6, 30))
     file = tmp_path / "model.safetensors"
     for wrong in ([6, 33], [6, 24], [7, 30], [6, -1], [6, 2**62]):
@@ -161,7 +161,7 @@ def test_a_missing_tensor_is_named(key, text):
         ("bnb", "nf4", "weight.absmax", "packed weights"),
     ],
 )
-def test_codes_without_their_scale_are_never_cast(key, text, name, message):
+def test_codes_without_scales_are_refused(key, text, name, message):
     form, config, packed, _ = written(key, text)
     del packed[f"{MODULE}.{name}"]
     with pytest.raises(InputError, match=message):
@@ -171,7 +171,7 @@ def test_codes_without_their_scale_are_never_cast(key, text, name, message):
 @pytest.mark.parametrize(
     ("key", "text"), [("compressed-tensors", "fp8:128x128"), ("fp8", "FP8_BLOCK")]
 )
-def test_scales_of_another_shape_are_refused(key, text):
+def test_scales_of_unexpected_shape_are_refused(key, text):
     form, config, packed, _ = written(key, text)
     name = next(name for name in packed if "scale" in name)
     packed[name] = packed[name][:1]
@@ -182,7 +182,7 @@ def test_scales_of_another_shape_are_refused(key, text):
 @pytest.mark.parametrize(
     ("key", "text"), [*WRITTEN[:3], ("fp8", "FP8_BLOCK"), ("compressed-tensors", "fp8:row")]
 )
-def test_a_scale_that_is_not_finite_is_refused(key, text):
+def test_infinite_scales_are_refused(key, text):
     form, config, packed, _ = written(key, text)
     (layout,) = form.find_layouts(config, tensor_headers(packed))
     name = next((name for name in packed if "nested_absmax" in name), None)
@@ -203,7 +203,7 @@ def test_a_scale_that_is_not_finite_is_refused(key, text):
         ("compressed-tensors", "nvfp4", "weight_global_scale", float("nan"), "no scale"),
     ],
 )
-def test_parameters_beside_the_scales_are_checked(key, text, name, value, message):
+def test_biases_and_global_scales_are_checked(key, text, name, value, message):
     form, config, packed, _ = written(key, text)
     name = f"{MODULE}.{name}"
     packed[name] = packed[name].clone()
@@ -213,7 +213,7 @@ def test_parameters_beside_the_scales_are_checked(key, text, name, value, messag
     assert caught.value.tensor == name
 
 
-def test_a_group_that_contradicts_the_tensors_is_refused():
+def test_a_config_group_contradicting_tensors_is_refused():
     form, config, packed, _ = written("compressed-tensors", "fp8:row")
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
@@ -246,7 +246,7 @@ def test_a_skip_list_without_the_head_is_refused(key, text, skip):
 
 
 @pytest.mark.parametrize("method", ["hqq", "", 7, None])
-def test_an_unknown_quant_method_is_refused_with_what_is_read(method):
+def test_unknown_quant_methods_are_refused_with_known_ones(method):
     with pytest.raises(InputError) as caught:
         detect_format({"quantization_config": {"quant_method": method}})
     assert repr(method) in caught.value.message
@@ -267,7 +267,7 @@ def test_scales_that_overflow_their_type_are_refused(text, scale):
 
 
 @pytest.mark.parametrize("text", ["int8:row:sym:f16", "int4:g64:sym:f16", "fp8:row:sym:f16"])
-def test_scales_that_vanish_in_their_type_are_an_event_or_none(text):
+def test_vanishing_scales_are_clamped_with_an_event(text):
     scheme = parse(text)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 1e-12
     found = rtn.round_matrices(
@@ -280,7 +280,7 @@ def test_scales_that_vanish_in_their_type_are_an_event_or_none(text):
     assert lost
 
 
-def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
+def test_bitsandbytes_quant_state_is_checked():
     form, config, packed, _ = written("bnb", "nf4:g64:sym:double")
     (layout,) = form.find_layouts(config, tensor_headers(packed))
     name = next(name for name in packed if "quant_state" in name)
@@ -295,7 +295,7 @@ def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
 
 
 @pytest.mark.parametrize("columns", [[4, 256, -1], [9, 4, -1], [4, -1, 9], [4, 4, -1]])
-def test_kept_columns_have_to_be_rising_columns(columns):
+def test_outlier_columns_must_be_ascending(columns):
     form, config, packed, _ = written("bnb", "LLM_INT8")
     (layout,) = form.find_layouts(config, tensor_headers(packed))
     packed[f"{MODULE}.outlier_columns"][:3] = torch.tensor(columns)
@@ -338,7 +338,7 @@ def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
         ("gptq", "nf4", "not integers"), ("awq", "fp8", "not integers"), ("gptq", "W8A8", "activations"),
     ],
 )  # fmt: skip
-def test_what_a_format_cannot_hold_is_refused_with_the_nearest_scheme(key, text, reason):
+def test_unsupported_schemes_are_refused_with_the_nearest(key, text, reason):
     layer = parse_layer(text)
     fit = load_format(key).check_layer(layer, SHAPE)
     assert fit.verdict is Verdict.IMPOSSIBLE
@@ -356,7 +356,7 @@ def test_what_a_format_cannot_hold_is_refused_with_the_nearest_scheme(key, text,
         ("LLM_INT8", "int8:row:sym+int8:token:dynamic", "not 0, 6"), ("LLM_INT8", "int8:row:sym", ""),
     ],
 )  # fmt: skip
-def test_one_number_type_and_one_threshold_in_a_bitsandbytes_model(one, other, reason):
+def test_bitsandbytes_models_have_one_type_and_threshold(one, other, reason):
     layers = {f"model.layers.0.{text}": (parse_layer(text), SHAPE) for text in (one, other)}
     fit = load_format("bnb").check_model(layers)
     assert fit.verdict is (Verdict.IMPOSSIBLE if reason else Verdict.EXACT)
@@ -389,7 +389,7 @@ def test_mixed_precision_names_the_format_of_each_group():
     assert [bool(group["input_activations"]) for group in groups] == [False, True, False]
 
 
-def test_configurations_are_what_the_library_accepts():
+def test_configurations_validate_with_compressed_tensors():
     quantization = pytest.importorskip("compressed_tensors.quantization")
     for key, text in WRITTEN:
         if key == "compressed-tensors":
@@ -400,7 +400,7 @@ def test_configurations_are_what_the_library_accepts():
 @pytest.mark.parametrize(
     "text", ["nvfp4", "mxfp4", "mxfp8", "fp8:row", "fp8:tensor", "fp8:128x128", "W8A8"]
 )
-def test_the_library_decodes_what_we_decode(text):
+def test_compressed_tensors_decodes_the_same_weights(text):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     form, config, packed, tensor = written("compressed-tensors", text)

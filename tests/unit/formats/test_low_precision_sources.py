@@ -80,7 +80,7 @@ def strips_agree(source: Checkpoint, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-wide", "llama", "qwen3"])
-def test_tiles_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path, family: str) -> None:
+def test_fp8_tiles_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     model = in_fp8(tiny(family), tmp_path / "m")
@@ -99,7 +99,7 @@ def test_tiles_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path, fami
     assert "quantization_config" not in source.config
 
 
-def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_fp8_source_is_quantized_verified_and_evaluated(tiny: Tiny, tmp_path: Path) -> None:
     model = in_fp8(tiny("llama-wide"), tmp_path / "m")
     wanted = recipe("gptq", scheme="int4:g32:sym")
     plan = api.plan(model, wanted)
@@ -118,7 +118,7 @@ def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
     assert 0 < found.rows[1]["kl_mean"] < 0.2
 
 
-def test_what_is_computed_is_what_the_decoded_weights_compute(tiny: Tiny, tmp_path: Path) -> None:
+def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: Path) -> None:
     """The same bytes come out as from a copy of the decoded weights in float32."""
     model = in_fp8(tiny("llama"), tmp_path / "m")
     source = open_plain_source(model)
@@ -140,7 +140,7 @@ def test_what_is_computed_is_what_the_decoded_weights_compute(tiny: Tiny, tmp_pa
         assert torch.equal(first[norm], second[norm].bfloat16())
 
 
-def test_modules_that_stay_plain_are_read_as_they_are(tiny: Tiny, tmp_path: Path) -> None:
+def test_unconverted_modules_of_fp8_sources_are_read_unchanged(tiny: Tiny, tmp_path: Path) -> None:
     model = in_fp8(tiny("llama-wide"), tmp_path / "m")
     tensors, kept = stored(model), "model.layers.1.mlp.down_proj.weight"
     source = stored(tiny("llama-wide"))[kept]
@@ -163,7 +163,7 @@ def test_modules_that_stay_plain_are_read_as_they_are(tiny: Tiny, tmp_path: Path
         ("block", "weight_block_size 'all'"),
     ],
 )
-def test_what_cannot_be_decoded_is_named(
+def test_undecodable_fp8_sources_are_refused_by_name(
     tiny: Tiny, tmp_path: Path, damage: str, words: str
 ) -> None:
     model = in_fp8(tiny("llama-wide"), tmp_path / "m")
@@ -185,7 +185,7 @@ def test_what_cannot_be_decoded_is_named(
     assert not (tmp_path / "q").exists()
 
 
-def test_a_result_of_ours_is_no_source(tiny: Tiny, tmp_path: Path) -> None:
+def test_our_own_fp8_results_are_no_source(tiny: Tiny, tmp_path: Path) -> None:
     quantize(tiny("llama-wide"), tmp_path / "q", recipe(scheme="FP8_BLOCK"))
     assert open_plain_source(tmp_path / "q") == open_model(tmp_path / "q")
     with pytest.raises(InputError, match="already quantized"):
@@ -219,7 +219,7 @@ def in_mxfp4(model: Path, place: Path) -> Path:
     return published(model, place, tensors, words)
 
 
-def test_experts_in_blocks_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     model = in_mxfp4(tiny("gpt-oss"), tmp_path / "m")
@@ -262,7 +262,7 @@ def test_experts_in_blocks_are_decoded_as_transformers_does(tiny: Tiny, tmp_path
         ("experts", r"gate_up_proj: shape \[3, 64, 256\], the config asks for \[4, 64, 256\]"),
     ],
 )
-def test_blocks_that_cannot_be_decoded_are_named(
+def test_undecodable_mxfp4_blocks_are_refused_by_name(
     tiny: Tiny, tmp_path: Path, damage: str, words: str
 ) -> None:
     model = in_mxfp4(tiny("gpt-oss"), tmp_path / "m")
@@ -283,7 +283,7 @@ def test_blocks_that_cannot_be_decoded_are_named(
     assert not (tmp_path / "q").exists()
 
 
-def test_declarations_are_derived_of_what_is_decoded(tiny: Tiny, tmp_path: Path) -> None:
+def test_declarations_are_derived_from_decoded_sources(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
     derived = api.derive_declarations(in_mxfp4(model, tmp_path / "m"))
     assert derived.document() == api.derive_declarations(model).document()
@@ -337,7 +337,7 @@ def in_modelopt(model: Path, place: Path) -> tuple[Path, dict[str, Tensor]]:
     ), expected
 
 
-def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
+def test_modelopt_layouts_are_decoded(tiny: Tiny, tmp_path: Path) -> None:
     model, expected = in_modelopt(tiny("llama-wide"), tmp_path / "m")
     source = open_plain_source(model)
     assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
@@ -371,7 +371,7 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
         ("self_attn.q_proj.weight_scale", torch.tensor(torch.inf), "a scale is not finite"),
     ],
 )
-def test_what_is_wrong_in_model_optimizers_files(
+def test_damaged_modelopt_files_are_refused(
     tiny: Tiny, tmp_path: Path, name: str, value: Tensor | None, words: str
 ) -> None:
     model, _ = in_modelopt(tiny("llama-wide"), tmp_path / "m")
@@ -398,7 +398,7 @@ def test_what_is_wrong_in_model_optimizers_files(
         ("mxfp8", "mxfp8"),
     ],
 )
-def test_compressed_tensors_are_a_source(
+def test_compressed_tensors_models_are_valid_sources(
     tiny: Tiny, tmp_path: Path, scheme: str, words: str
 ) -> None:
     model = tmp_path / "m"
@@ -421,7 +421,7 @@ def test_compressed_tensors_are_a_source(
     assert verify(tmp_path / "q", model).findings == []
 
 
-def test_only_the_rows_that_are_asked_for_are_read(
+def test_only_requested_rows_of_fp8_sources_are_read(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = in_fp8(tiny("llama-wide"), tmp_path / "m")

@@ -16,7 +16,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_BUDGET", patterns._SlowMatchBudget())
 
 
-def test_what_they_match() -> None:
+def test_full_and_prefix_pattern_matches() -> None:
     assert matches_pattern(r"model\.layers\.[0-3]\..*", "model.layers.2.q_proj", full_match=True)
     assert not matches_pattern(r"layers\.[0-3]", "layers.2.q_proj", full_match=True)
     assert matches_pattern(r"layers\.[0-3]", "layers.2.q_proj", full_match=False)
@@ -39,14 +39,14 @@ def test_what_they_match() -> None:
         ("(a|aa)*[bc]", "takes too long"),
     ],
 )
-def test_what_is_refused(text: str, words: str) -> None:
+def test_unsafe_or_slow_patterns_are_refused(text: str, words: str) -> None:
     start = time.process_time()
     with pytest.raises(InputError, match=words):
         matches_pattern(text, "a" * 400, full_match=True)
     assert time.process_time() - start < 0.7
 
 
-def test_what_is_slow_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_slow_matches_exhaust_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each match is within its limit; a file may hold thousands of them."""
     monkeypatch.setattr(patterns, "SLOW_MATCH_BUDGET", 0.5)
 
@@ -62,7 +62,7 @@ def test_what_is_slow_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) 
     assert all(matches_pattern(r"a+\d+", f"a{number}", full_match=True) for number in range(1000))
 
 
-def test_patience_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slow_match_budget_recovers_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "process_time", lambda: now[0])
     patience = patterns._SlowMatchBudget()
@@ -78,7 +78,7 @@ def test_patience_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(patience.is_exceeded_by(0.19) for _ in range(10))
 
 
-def test_patience_begins_whole_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slow_match_budget_starts_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
     patience = patterns._SlowMatchBudget()
     assert not any(patience.is_exceeded_by(0.199) for _ in range(10))
@@ -86,7 +86,7 @@ def test_patience_begins_whole_at_any_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert not patterns._SlowMatchBudget().is_exceeded_by(patterns.SLOW_MATCH_BUDGET)  # just within
 
 
-def test_a_message_shows_a_short_pattern_whole_and_the_beginning_of_a_long_one() -> None:
+def test_error_messages_truncate_long_patterns() -> None:
     for length, shown in ((99, "a" * 99 + "("), (100, "a" * 100 + "...")):
         with pytest.raises(InputError) as refused:
             matches_pattern("a" * length + "(", "a", full_match=True)

@@ -8,7 +8,7 @@ from quantforge.model import accumulator
 from quantforge.model.statistics import Statistic
 
 
-def test_rows_without_weight_take_no_product_and_count_as_tokens(monkeypatch):
+def test_rows_with_zero_weight_skip_products_but_count_tokens(monkeypatch):
     products = []
     original = accumulator.addmm_
     monkeypatch.setattr(accumulator, "addmm_", lambda *given: products.append(original(*given)))

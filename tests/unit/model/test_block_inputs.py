@@ -53,9 +53,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
-    tmp_path: Path, on_disk: bool
-) -> None:
+def test_replayed_block_inputs_equal_the_model(tmp_path: Path, on_disk: bool) -> None:
     torch.manual_seed(0)
     model, ids = Model().requires_grad_(False), torch.randint(0, 10, (ROWS, LENGTH))
     expected = torch.cat([model(row[None]) for row in ids])
@@ -98,7 +96,7 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
-def test_structures_of_different_length_are_not_the_same():
+def test_equal_trees_compares_lengths_and_keys():
     one = torch.ones(2)
     assert equal_trees((one, {"a": one}), (one.clone(), {"a": one}))
     assert not equal_trees((one, {"a": one}), (one, {"a": one, "b": one}))

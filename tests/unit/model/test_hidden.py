@@ -14,7 +14,7 @@ from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_what_was_written_is_read(where: str, tmp_path: Path) -> None:
+def test_hidden_states_are_read_as_written(where: str, tmp_path: Path) -> None:
     store: HiddenStates = InMemory(5, 3, 4) if where == "memory" else OnDisk(5, 3, 4, tmp_path)
     states = torch.randn(5, 3, 4)
     states[0, 0, 0] = torch.nan
@@ -28,18 +28,18 @@ def test_what_was_written_is_read(where: str, tmp_path: Path) -> None:
     store.close()
 
 
-def test_no_room_is_found_before_the_work(tmp_path: Path) -> None:
+def test_missing_disk_space_is_reported_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=str(tmp_path)):
         OnDisk(1 << 40, 1 << 10, 1 << 7, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_not_there_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_missing_activation_directory_is_a_resource_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="cannot be kept on disk"):
         OnDisk(1, 1, 1, tmp_path / "missing")
 
 
-def test_what_a_disk_does_not_give_back_is_a_typed_error(
+def test_a_failed_disk_read_is_a_resource_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = OnDisk(1, 1, 4, tmp_path)

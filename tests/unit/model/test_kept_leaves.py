@@ -15,7 +15,7 @@ from quantforge.model.hidden_states import LeafStore
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_structures_come_back_with_types_and_shapes(tmp_path: Path, on_disk: bool) -> None:
+def test_stored_leaves_keep_dtypes_and_shapes(tmp_path: Path, on_disk: bool) -> None:
     leaves = LeafStore(tmp_path if on_disk else None)
     given: Any = (
         torch.arange(6.0).view(2, 3).T,  # not contiguous
@@ -33,7 +33,7 @@ def test_structures_come_back_with_types_and_shapes(tmp_path: Path, on_disk: boo
     leaves.close()
 
 
-def test_the_room_of_forgotten_tensors_is_used_again(tmp_path: Path) -> None:
+def test_disk_space_of_dropped_leaves_is_reused(tmp_path: Path) -> None:
     leaves = LeafStore(tmp_path)
     kept = leaves.put([torch.zeros(64), torch.zeros(64), torch.zeros(32)])
     for step in range(5):
@@ -44,6 +44,6 @@ def test_the_room_of_forgotten_tensors_is_used_again(tmp_path: Path) -> None:
     assert [int(leaves.load(leaf)[5]) for leaf in kept] == [4, -4, 9]
 
 
-def test_a_missing_directory_is_a_named_error(tmp_path: Path) -> None:
+def test_a_missing_leaf_directory_is_a_resource_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="missing: activations cannot be kept on disk"):
         LeafStore(tmp_path / "missing").put([torch.ones(2)])

@@ -24,7 +24,7 @@ from tests.thorough import one_of_each
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
-def test_layers_without_a_window_are_those_of_transformers(
+def test_sliding_and_full_layers_compute_like_transformers(
     tiny: Tiny, tmp_path: Path, kinds: list[str]
 ) -> None:
     copytree(tiny("mistral"), tmp_path / "m")
@@ -53,7 +53,7 @@ def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_experts_that_begin_as_zeros_take_no_memory(tiny: Tiny) -> None:
+def test_zero_initialized_experts_take_no_memory(tiny: Tiny) -> None:
     model = build_skeleton(open_checkpoint(tiny("llama4")).config)
     stacks = [value for value in model.parameters() if value.dim() == 3]
     assert len(stacks) == 4
@@ -62,7 +62,7 @@ def test_experts_that_begin_as_zeros_take_no_memory(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
-def test_a_number_of_modules_that_no_model_has_is_refused_at_once(key: str) -> None:
+def test_impossible_module_counts_are_refused_at_once(key: str) -> None:
     config = {"model_type": "jamba", key: 1 << 40}
     for shown in (config, {"model_type": "qwen2_vl", "text_config": config}):
         with pytest.raises(InputError, match=f"{key} = {1 << 40}"):
@@ -80,7 +80,7 @@ def test_a_large_skeleton_takes_no_memory() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) > 25e9
 
 
-def test_a_skeleton_takes_old_names_of_rotary_settings(tiny: Tiny) -> None:
+def test_a_skeleton_accepts_rope_scaling_keys(tiny: Tiny) -> None:
     config = dict(open_checkpoint(tiny("llama")).config)
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
     new = build_skeleton(config).model.rotary_emb.inv_freq
@@ -91,7 +91,7 @@ def test_a_skeleton_takes_old_names_of_rotary_settings(tiny: Tiny) -> None:
     assert torch.equal(new, old.model.rotary_emb.inv_freq)
 
 
-def test_what_transformers_cannot_run_is_said_of_the_configuration(
+def test_configurations_transformers_cannot_run_are_input_errors(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     model = copytree(tiny("llama"), tmp_path / "m")
@@ -104,7 +104,7 @@ def test_what_transformers_cannot_run_is_said_of_the_configuration(
     assert "sliding_window" in found.detail
 
 
-def test_an_error_of_our_own_below_a_model_stays_what_it_is(tiny: Tiny) -> None:
+def test_errors_of_hooks_are_not_rewritten(tiny: Tiny) -> None:
     def broken(*_: object) -> None:
         raise ValueError("ours")
 
@@ -114,7 +114,7 @@ def test_an_error_of_our_own_below_a_model_stays_what_it_is(tiny: Tiny) -> None:
         model(torch.tensor([[1, 2]]))
 
 
-def test_keys_that_load_code_are_never_acted_on(tiny: Tiny) -> None:
+def test_config_keys_that_load_code_are_ignored(tiny: Tiny) -> None:
     config = {
         **open_checkpoint(tiny("llama")).config,
         "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
@@ -158,7 +158,7 @@ def test_keys_that_load_code_are_never_acted_on(tiny: Tiny) -> None:
         ({"layer_types": ["full_attention"]}, "refuses"),
     ],
 )
-def test_what_transformers_refuses_is_a_typed_error(
+def test_configurations_transformers_refuses_are_input_errors(
     tiny: Tiny, change: dict[str, Any], message: str
 ) -> None:
     config = {**open_checkpoint(tiny("qwen2")).config, **change}

@@ -35,7 +35,7 @@ def nbytes(point):
 
 @settings(max_examples=200, deadline=None)
 @given(groups_of(st.integers(1, 60)), st.floats(0, 1))
-def test_nothing_within_the_room_loses_less_but_for_what_a_mixture_beats(groups, share):
+def test_knapsack_is_optimal_among_hull_options(groups, share):
     least = sum(min(one.nbytes for one in options) for options in groups)
     most = sum(max(one.nbytes for one in options) for options in groups)
     room = least + int(share * (most - least))
@@ -71,7 +71,7 @@ def _extreme(one, options):
     )
 
 
-def test_large_sizes_leave_next_to_nothing_of_the_room():
+def test_knapsack_fills_the_budget_with_large_sizes():
     sizes = (250_000_003, 312_500_001, 437_500_009, 500_000_011)
     groups = [
         [Option(f"s{size}", size + group, 1e3 / size / (group + 1)) for size in sizes]
@@ -82,17 +82,17 @@ def test_large_sizes_leave_next_to_nothing_of_the_room():
     assert 0.995 * room <= nbytes(found) <= room
 
 
-def test_equal_losses_take_fewer_bytes():
+def test_equal_losses_prefer_fewer_bytes():
     groups = [[Option("a", 10, 1.0), Option("b", 20, 1.0)], [Option("c", 10, 0.5)]]
     assert nbytes(solve_knapsack(groups, 100)) == 20
 
 
-def test_what_is_too_small_is_refused():
+def test_a_budget_below_the_smallest_mixture_is_refused():
     with pytest.raises(RefusedError, match="smallest"):
         solve_knapsack([[Option("a", 10, 1.0)]], 9)
 
 
-def test_the_curve_falls_from_the_smallest_to_the_largest():
+def test_the_pareto_curve_is_monotonic():
     groups = [
         [Option("a", 10, 9.0 / n), Option("b", 20, 3.0 / n), Option("c", 40, 1.0 / n)]
         for n in (1, 2, 3)
@@ -103,7 +103,7 @@ def test_the_curve_falls_from_the_smallest_to_the_largest():
     assert all(a.nats > b.nats and nbytes(a) < nbytes(b) for a, b in itertools.pairwise(points))
 
 
-def test_rules_mean_their_linears_and_no_others():
+def test_rule_patterns_match_exactly_their_linears():
     names = [f"model.layers.{n}.mlp.{leaf}_proj" for n in range(12) for leaf in ("up", "down")]
     schemes = {name: "q4_k" for name in names if name[13] in "13" and "up" in name}
     places = {

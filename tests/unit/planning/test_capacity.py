@@ -76,12 +76,12 @@ def capacity(model: object, load: Load, **options: Any) -> Capacity:
         ((32, 32, 8, 128), 1, 1, 131_072),  # Llama 3 8B: printed as 2.5 MB in one place
     ],
 )
-def test_worked_examples_of_caches(sizes, tokens, batch, expected):
+def test_cache_sizes_equal_worked_examples(sizes, tokens, batch, expected):
     assert batch * cache(*sizes).sequence_bytes(tokens) == pytest.approx(expected, rel=4e-3)
 
 
 @pytest.mark.parametrize(("scheme", "nominal"), [(None, 14), ("int8:row", 7), ("int4:g128", 3.5)])
-def test_weights_of_a_7b(tmp_path, scheme, nominal):
+def test_weight_bytes_of_a_7b_model(tmp_path, scheme, nominal):
     """The rule of thumb leaves out that it has 6.74e9 weights, and that embedding, head and scales have 16 bits."""
     model = headers.llama(tmp_path / "m", **LLAMA_2_7B)
     recipe = Recipe(method="rtn", scheme=scheme) if scheme else Recipe(format="plain")
@@ -94,7 +94,7 @@ def test_weights_of_a_7b(tmp_path, scheme, nominal):
     assert 0.96 < found.weights_bytes / (nominal * GB) < 1.11
 
 
-def test_a_13b_in_16_bits_does_not_fit_24_gigabytes_and_4_bits_do(tmp_path):
+def test_a_13b_model_fits_24_gb_only_in_4_bits(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_2_13B)
     card = CARDS["rtx-4090"]
     plain = capacity(model, Load(1), recipe=Recipe(format="plain"))
@@ -112,7 +112,7 @@ def test_a_13b_in_16_bits_does_not_fit_24_gigabytes_and_4_bits_do(tmp_path):
     assert 1 <= small.largest_batch < 10
 
 
-def test_a_context_that_nobody_named_is_no_longer_than_the_model(tmp_path):
+def test_the_default_context_is_limited_by_the_positions(tmp_path):
     for positions, context in ((1024, 1024), (8192, 4096)):
         sizes = {**LLAMA_3_8B, "max_position_embeddings": positions}
         model = headers.llama(tmp_path / str(positions), **sizes)
@@ -121,7 +121,7 @@ def test_a_context_that_nobody_named_is_no_longer_than_the_model(tmp_path):
         capacity(tmp_path / "1024", Load(4096), recipe=Recipe(format="plain"))
 
 
-def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
+def test_largest_batch_and_context_are_maximal(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
     found = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
     card = Card(7.2 * GB, 0.0, 0.0, "")
@@ -137,7 +137,7 @@ def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
     assert (row.seconds_per_token, row.tokens_per_second, row.cost_per_million) == (None,) * 3
 
 
-def test_price_of_a_million_tokens():
+def test_cost_per_million_tokens_follows_from_speed_and_price():
     traffic = WeightTraffic(1, 1, 1, 0, 0, 1.0, 1)
     found = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1)
     row = found.on_card("", Card(0.0, 2000.0 * found.step_bytes(), 0.0, ""), price=2.0)
@@ -145,7 +145,7 @@ def test_price_of_a_million_tokens():
     assert row.cost_per_million == pytest.approx(2 / 7.2)  # 0.28
 
 
-def test_a_roofline_reads_every_byte_once_and_computes_every_product_once(tmp_path):
+def test_step_time_follows_the_roofline_model(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
     card = CARDS["h100-sxm"]
     plain = Recipe(format="plain")
@@ -162,7 +162,7 @@ def test_a_roofline_reads_every_byte_once_and_computes_every_product_once(tmp_pa
 
 
 @pytest.mark.parametrize("kind", [*WORDS, "k=int8,v=int4", "k=16bit,v=fp8"])
-def test_the_cache_of_this_runtime_has_these_bytes(kind):
+def test_cache_size_equals_our_paged_cache(kind):
     shape = CacheShape(4, 2, 128, kind, torch.bfloat16)
     held = PagedCache(shape, 1, PAGE_SIZE, torch.device("cpu"))
     stores = [part for pair in held.layers for store in pair for part in store.tensors()]
@@ -180,7 +180,7 @@ def test_the_cache_of_this_runtime_has_these_bytes(kind):
         "qwen3.5", "falcon-h1", "granite-hybrid", "nemotron-h", "lfm2",  # states
     ],
 )  # fmt: skip
-def test_the_caches_of_transformers_have_these_bytes(family):
+def test_cache_size_equals_the_cache_of_transformers(family):
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.cache_utils import DynamicCache
 
@@ -211,7 +211,7 @@ STATES = {"qwen3_next", "nemotron_h", "lfm2", "lfm2_moe", "kimi_linear", "granit
           "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}  # fmt: skip
 
 
-def test_windows_are_those_that_transformers_reads():
+def test_layer_windows_match_transformers():
     from transformers import AutoConfig
     from transformers.cache_utils import DynamicCache
 
@@ -239,7 +239,7 @@ def test_windows_are_those_that_transformers_reads():
     assert seen > 20
 
 
-def test_windows_that_nothing_places_are_refused():
+def test_windows_without_layer_types_are_refused():
     config = {"sliding_window": 16, "use_sliding_window": True}
     with pytest.raises(InputError, match="layer_types is missing"):
         architecture_of({"model_type": "smollm3"}).windows.of_layers(config, 4)
@@ -248,7 +248,7 @@ def test_windows_that_nothing_places_are_refused():
         rule.of_layers({**config, "max_window_layers": "x"}, 4)
 
 
-def test_layers_that_see_a_chunk_are_those_with_a_flag():
+def test_chunked_layers_follow_no_rope_layers():
     rule = architecture_of({"model_type": "llama4_text"}).windows
     chunked = {"attention_chunk_size": 16}
     assert rule.of_layers({**chunked, "no_rope_layers": [1, 0, 0, 1]}, 4) == (16, 0, 0, 16)
@@ -259,7 +259,7 @@ def test_layers_that_see_a_chunk_are_those_with_a_flag():
 
 
 @pytest.mark.parametrize("model", ["models/demo", "models/demo-moe"])
-def test_a_token_reads_what_the_runtime_multiplies_it_by(model):
+def test_planned_bytes_per_token_equal_the_runtime(model):
     found = capacity(model, Load(1), recipe=Recipe(format="plain"))
     loaded = api.load(model).model.to(torch.bfloat16)
     assert found.traffic.step_bytes(1) == pytest.approx(bytes_per_token(loaded), rel=2e-3)
@@ -267,14 +267,14 @@ def test_a_token_reads_what_the_runtime_multiplies_it_by(model):
     assert found.weights_bytes == pytest.approx(held, rel=1e-3)
 
 
-def test_a_step_of_many_tokens_reads_nearly_all_experts():
+def test_step_bytes_grow_with_distinct_experts():
     traffic = WeightTraffic(0, 100, 50, 1000, 500, 2 / 8, 1)
     assert [traffic.step_bytes(n) for n in (1, 2)] == [100 + 250, 100 + 1000 * (1 - 0.75**2)]
     assert traffic.step_bytes(64) == pytest.approx(1100)
     assert traffic.token_weights == 50 + 125
 
 
-def test_devices_share_heads_but_not_latents():
+def test_devices_split_kv_heads_but_not_latents():
     heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
     whole = cache_size(heads, cache_row_bytes("16bit")).token_bytes
     shares = [
@@ -286,7 +286,7 @@ def test_devices_share_heads_but_not_latents():
     assert len({cache_size(latent, cache_row_bytes("16bit"), n).token_bytes for n in (1, 4)}) == 1
 
 
-def test_keys_and_values_of_different_widths_are_each_counted_and_a_latent_is_neither():
+def test_separate_key_and_value_widths_are_counted():
     heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
     keys, values, both = (
         cache_size(heads, cache_row_bytes(kind)).token_bytes
@@ -301,7 +301,7 @@ def test_keys_and_values_of_different_widths_are_each_counted_and_a_latent_is_ne
     )
 
 
-def test_what_is_not_known_is_refused(tmp_path):
+def test_unknown_loads_caches_and_families_are_refused(tmp_path):
     model = headers.llama(tmp_path / "m")
     with pytest.raises(UsageError, match="4096 positions"):
         capacity(model, Load(4097), recipe=Recipe(format="plain"))

@@ -19,7 +19,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ignores_rules_options_and_defaults_come_in_this_order(tiny: Tiny, form: str) -> None:
+def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, form: str) -> None:
     first, second = FORMS[form]
 
     def given(layer: str, **values: object) -> str:

@@ -63,7 +63,7 @@ def planned(model: Path, **values: object) -> Plan:
     return api.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
 
 
-def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
+def test_unquantized_experts_are_a_low_coverage_event(tmp_path, capsys):
     model = made(
         tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H)}, num_local_experts=EXPERTS
     )
@@ -85,7 +85,7 @@ def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
     assert (strict.code, "--allow low-coverage=1" in strict.err) == (4, True)
 
 
-def test_what_is_asked_to_stay_is_no_event(tmp_path):
+def test_layers_kept_on_request_give_no_event(tmp_path):
     model = made(tmp_path / "m", PER_EXPERT, num_experts=EXPERTS)
     assert planned(model).substitutions == ()
     assert planned(model, ignore=("*experts*",)).substitutions == ()
@@ -103,14 +103,14 @@ def test_what_is_asked_to_stay_is_no_event(tmp_path):
         ("mlp.shared_expert_gate", 1, {"num_local_experts": EXPERTS}),
     ],
 )
-def test_routers_stay_whatever_they_are_called(router, rows, config, tmp_path):
+def test_routers_are_kept_whatever_their_name(router, rows, config, tmp_path):
     model = made(tmp_path / "m", PER_EXPERT | {f"{router}.weight": (rows, H)}, **config)
     kept = {tensor.name for tensor in planned(model).tensors if tensor.action is Action.KEEP}
     assert f"model.layers.1.{router}.weight" in kept
     assert not any("experts.0" in name or "self_attn" in name for name in kept)
 
 
-def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router():
+def test_shared_experts_are_not_mistaken_for_routers():
     """Two matrices of that shape side by side are no routers, nor is anything of attention."""
     shapes = {"l.0.mlp.shared.gate_proj.weight": (512, 64), "l.0.mlp.shared.up_proj.weight": (512, 64),
               "l.0.self_attn.q_proj.weight": (512, 64), "l.0.mlp.gate.weight": (512, 64)}  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router():
     assert expert_counts({"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 3}) == {8}
 
 
-def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
+def test_exporting_a_quantized_router_is_an_event(tmp_path):
     """As a file that takes it for a linear layer: the same, with a configuration that does not count the experts."""
     model = made(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
     recipe = Recipe(scheme="int4:g32", scales="absmax")
@@ -133,7 +133,7 @@ def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
                         Settings(policy=Policy(strict=True, allow={"inexact": 99})), allow_inexact=True)  # fmt: skip
 
 
-def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, capsys):
+def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
     """Experts that nobody could round are an event of every export; those that somebody left alone are none."""
     stacked = made(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
     api.quantize(
@@ -170,7 +170,7 @@ def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, 
     "kept", [{"ignore": ("*experts*",)}, {"rules": (Rule("*experts*", "keep"),)}]
 )
 @pytest.mark.parametrize("block", [PER_EXPERT, STACKED], ids=["each", "stacked"])
-def test_what_a_person_left_alone_is_no_event_of_the_run_and_of_its_exports(block, kept, tmp_path):
+def test_kept_experts_give_no_event_in_runs_and_exports(block, kept, tmp_path):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
     recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
     assert api.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
@@ -183,7 +183,7 @@ def test_what_a_person_left_alone_is_no_event_of_the_run_and_of_its_exports(bloc
         assert found.coverage.share == pytest.approx(4 / 16 if block is PER_EXPERT else 0.25)
 
 
-def test_stacked_experts_are_an_event_however_few_and_towers_are_named(tmp_path):
+def test_small_expert_stacks_are_an_event_and_towers_named(tmp_path):
     few = {"mlp.experts.down_proj": (EXPERTS, 2, 2)}
     wide = {"mlp.up_proj.weight": (64 * H, H)}
     (event,) = planned(made(tmp_path / "m", few | wide, num_local_experts=EXPERTS)).substitutions
@@ -210,7 +210,7 @@ def test_stacked_experts_are_an_event_however_few_and_towers_are_named(tmp_path)
     assert str(found).endswith("; of other parts stay model.sam.blocks (24,576 bytes)")
 
 
-def test_a_rule_for_what_is_never_rounded_is_no_secret(tmp_path):
+def test_rules_for_routers_or_experts_are_refused_or_noted(tmp_path):
     model = made(tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H), "mlp.shared.up_proj.weight": (H, H)},
                  num_local_experts=EXPERTS)  # fmt: skip
     for pattern in ("router", "*experts.down_proj", "re:.*experts.*"):
@@ -229,7 +229,7 @@ def test_a_rule_for_what_is_never_rounded_is_no_secret(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr"])
-def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path, capsys):
+def test_unloadable_families_are_refused_for_their_engine(family, tmp_path, capsys):
     model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
     verdicts = {verdict.engine: verdict for verdict in planned(model).engines}
     assert not verdicts["transformers"].loads
@@ -239,7 +239,7 @@ def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path,
 
 
 @pytest.mark.parametrize("family", ["mamba2", "falcon"])
-def test_blocks_that_read_weights_themselves_are_decoded_on_loading_by_one_scheme(family, tmp_path):
+def test_families_decoded_on_loading_need_one_scheme(family, tmp_path):
     model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
 
     def said(**options):
@@ -253,7 +253,7 @@ def test_blocks_that_read_weights_themselves_are_decoded_on_loading_by_one_schem
     assert (mixed.loads, "first scheme alone" in mixed.reason) == (False, True)
 
 
-def test_what_a_loader_joins_is_stored_so_where_it_is_named(tmp_path):
+def test_families_with_fused_loading_need_the_engine_option(tmp_path):
     model = made(tmp_path / "m", PER_EXPERT, "bailing_hybrid", num_experts=EXPERTS)
     (said,) = (v for v in planned(model).engines if v.engine == "transformers")
     assert (said.loads, "--for transformers" in said.reason) == (False, True)
@@ -263,9 +263,7 @@ def test_what_a_loader_joins_is_stored_so_where_it_is_named(tmp_path):
     (PER_EXPERT, "nf4", "bnb", False), (PER_EXPERT, "int8:row", "bnb", False), (STACKED, "nf4", "bnb", True),
     (PER_EXPERT, "int4:g32", "compressed-tensors", True),
 ])  # fmt: skip
-def test_experts_that_an_engine_cannot_join_are_refused_for_it(
-    block, scheme, form, loads, tmp_path
-):
+def test_engines_that_cannot_fuse_experts_do_not_load(block, scheme, form, loads, tmp_path):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
     plan = api.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")
@@ -277,7 +275,7 @@ def test_experts_that_an_engine_cannot_join_are_refused_for_it(
                "intermediate_size": H}),
     ("falcon", {"num_attention_heads": 4}),
 ])  # fmt: skip
-def test_what_does_not_fill_the_model_of_its_type_is_refused_by_name(family, config, tmp_path):
+def test_incomplete_or_extra_tensors_are_refused_by_name(family, config, tmp_path):
     model = made(tmp_path / "m", PER_EXPERT, family, **config)
 
     def quantized_and_loaded():  # what is missing is missed first, what is left over when it is loaded
@@ -292,7 +290,7 @@ def test_what_does_not_fill_the_model_of_its_type_is_refused_by_name(family, con
         quantized_and_loaded()
 
 
-def test_a_large_tensor_outside_of_the_blocks_is_named(tiny):
+def test_coverage_names_large_tensors_outside_the_blocks(tiny):
     said = str(coverage(planned(tiny("gemma4")).tensors))
     assert "of other parts stay model.embed_tokens_per_layer (" in said
     assert "embed_tokens (" not in said

@@ -31,7 +31,7 @@ scheme = "int3:g128"
 """
 
 
-def test_alike_ones_are_told_once_with_their_plans(tiny: Tiny) -> None:
+def test_equal_decisions_of_several_plans_are_merged(tiny: Tiny) -> None:
     plan = make_plan(Recipe(scheme="int4:g128", tune=0), open_checkpoint(tiny("llama"))).plan
     other = make_plan(Recipe(method="rtn", scheme="int4:g32"), open_checkpoint(tiny("llama"))).plan
     chosen, *substitution_notes = decisions(plan)
@@ -46,7 +46,7 @@ def test_alike_ones_are_told_once_with_their_plans(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("more", [("--dry-run",), ()])
-def test_a_release_tells_them(
+def test_a_release_reports_decisions(
     tiny: Tiny, tmp_path: Path, capsys: Any, more: tuple[str, ...]
 ) -> None:
     spec = tmp_path / "release.toml"
@@ -65,7 +65,7 @@ def test_a_release_tells_them(
         assert "chosen" not in again.err  # nothing is left to make
 
 
-def test_a_sweep_tells_them(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
+def test_a_sweep_reports_decisions(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
     said = command(
         capsys, "sweep", tiny("llama"), "--over", "scheme=int4:g128,int3:g32", "--method", "rtn", "--format",
         "compressed-tensors", "-o", tmp_path / "out", "--windows", "1", "--window-length", "16", *ROWS,

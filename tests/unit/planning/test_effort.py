@@ -43,13 +43,13 @@ def said(found: Planned) -> str:
     return note
 
 
-def test_every_level_has_its_keys() -> None:
+def test_every_effort_level_has_settings() -> None:
     assert set(EFFORT_SETTINGS) == set(VALUES["effort"])
     assert Recipe().effort == MEDIUM
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq", ""])
-def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
+def test_medium_effort_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
     found = planned(tiny, Recipe(method=method, bits=4))
     assert found.recipe == Recipe(
         method=method or "awq+gptq",
@@ -75,7 +75,7 @@ def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
         ("llama", {"calibration": CalibrationOptions(samples=MIN_TUNING_ROWS - 1)}),
     ],
 )
-def test_medium_sets_and_says_nothing_where_tuning_does_not_pay(
+def test_medium_effort_does_not_tune_without_benefit(
     tiny: Tiny, family: str, choices: dict[str, Any]
 ) -> None:
     found = planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
@@ -83,14 +83,14 @@ def test_medium_sets_and_says_nothing_where_tuning_does_not_pay(
     assert not any("effort" in note for note in found.plan.notes)
 
 
-def test_medium_does_not_tune_blocks_of_more_weights_than_memory_is_likely_to_hold(
+def test_medium_effort_does_not_tune_very_large_blocks(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(effort, "MAX_TUNED_BLOCK_WEIGHTS", 3000)
     assert planned(tiny, Recipe(method="gptq", bits=4)).recipe.tune == 0
 
 
-def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
+def test_medium_effort_does_not_tune_derived_architectures(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4))
     family = found.model_layout.architecture
     assert family is not None
@@ -112,7 +112,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
 
 
-def test_a_file_states_what_effort_has_set(block: Path, tmp_path: Path) -> None:
+def test_gguf_metadata_states_effort_settings(block: Path, tmp_path: Path) -> None:
     few = replace(SHORT, samples=128)
     for level, rows in ((LOW, 32), (HIGH, 6)):
         out = tmp_path / f"{level}.gguf"
@@ -124,7 +124,7 @@ def test_a_file_states_what_effort_has_set(block: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_high_guides_tunes_and_runs_more_often(tiny: Tiny, family: str) -> None:
+def test_high_effort_sets_guide_tuning_and_passes(tiny: Tiny, family: str) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH), family)
     assert (found.recipe.guided_hessians, found.recipe.tune, found.recipe.gptq.passes) == (1, 4, 4)
     assert (found.plan.guided_hessians, found.plan.tune) == (1, 4)
@@ -132,7 +132,7 @@ def test_high_guides_tunes_and_runs_more_often(tiny: Tiny, family: str) -> None:
     assert said(planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))) == said(found)
 
 
-def test_the_forecast_follows(tiny: Tiny) -> None:
+def test_forecasts_grow_with_effort(tiny: Tiny) -> None:
     low, medium, high = (
         planned(tiny, Recipe(method="gptq", bits=4, effort=one)).plan for one in VALUES["effort"]
     )
@@ -143,14 +143,14 @@ def test_the_forecast_follows(tiny: Tiny) -> None:
     assert medium.work.guide_bytes == 0 < high.work.guide_bytes
 
 
-def test_low_rounds_plainly_where_no_method_is_named(tiny: Tiny) -> None:
+def test_low_effort_defaults_to_rtn(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(bits=4, effort=LOW))
     assert found.recipe.method == "rtn"
     assert any(note.startswith("chosen: --method rtn: --effort low") for note in found.plan.notes)
     assert planned(tiny, Recipe(bits=4)).recipe.method == "awq+gptq"
 
 
-def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
+def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
     assert found.recipe.calibration == CalibrationOptions(samples=32, random_share=1 / 16)
     nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
@@ -173,7 +173,7 @@ def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
         ({"gptq": GptqOptions(passes=1)}, "gptq.passes"),
     ],
 )
-def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
+def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
     for name, value in choices.items():
         assert getattr(found.recipe, name) == value
@@ -198,7 +198,7 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
          ["one calibration row"]),
     ],
 )  # fmt: skip
-def test_what_is_impossible_is_left_out_with_the_reason(
+def test_impossible_effort_settings_are_omitted_with_a_reason(
     tiny: Tiny, family: str, choices: dict[str, Any], taken: str, reasons: list[str]
 ) -> None:
     found = planned(tiny, Recipe(effort=HIGH, **choices), family)
@@ -211,14 +211,14 @@ def test_what_is_impossible_is_left_out_with_the_reason(
     assert again.recipe == found.recipe
 
 
-def test_without_a_matrix_no_runs_are_set() -> None:
+def test_gptq_passes_need_a_quantized_matrix() -> None:
     assert (
         _gptq_passes_obstacle(EFFORT_SETTINGS[HIGH]["gptq.passes"], Recipe(), ())
         == "no matrix of a block is quantized"
     )
 
 
-def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
+def test_effort_omits_gradients_for_replayed_models(tiny: Tiny) -> None:
     checkpoint = open_checkpoint(tiny("llama"))
     stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     found = match_tensors(checkpoint.config, stored, checkpoint.derived_declarations)
@@ -235,13 +235,13 @@ def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     assert "name it to try" in said(wanted)
 
 
-def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> None:
+def test_an_explicit_impossible_guide_is_refused(tiny: Tiny) -> None:
     with pytest.raises(UsageError, match="--guided-hessians 1: --method rtn"):
         plan(tiny("llama"), recipe("rtn", bits=4, guided_hessians=1, effort=HIGH))
 
 
 @pytest.mark.parametrize("level", [LOW, further(HIGH)])
-def test_the_manifest_has_what_was_set_and_makes_it_again(
+def test_the_manifest_records_effort_settings_and_reproduces(
     block: Path, tmp_path: Path, level: str
 ) -> None:
     rows = {LOW: 128, HIGH: 6}[level]  # as many as a recipe has that names none
@@ -256,7 +256,7 @@ def test_the_manifest_has_what_was_set_and_makes_it_again(
     assert not reproduce(tmp_path / "out", block).differing
 
 
-def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
+def test_more_gptq_passes_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
     files = []
     for runs in (0, 1, 2):
         wanted = recipe("gptq", bits=4, gptq=GptqOptions(passes=runs))
@@ -266,7 +266,7 @@ def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_variant_of_a_release_is_the_separate_command(block: Path, tmp_path: Path) -> None:
+def test_release_variants_equal_separate_runs(block: Path, tmp_path: Path) -> None:
     text = f"""
 model = "{block}"
 [calibration]
@@ -297,7 +297,7 @@ effort = "high"
     assert tree(pairs[0][1])["model.safetensors"] != tree(pairs[1][1])["model.safetensors"]
 
 
-def test_the_command_line_takes_it(
+def test_the_command_line_accepts_effort(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = (
@@ -321,13 +321,15 @@ def test_the_command_line_takes_it(
 
 
 @pytest.mark.parametrize("choices", [{"join": True}])
-def test_processes_do_not_share_it(tiny: Tiny, tmp_path: Path, choices: dict[str, Any]) -> None:
+def test_joined_processes_refuse_high_effort(
+    tiny: Tiny, tmp_path: Path, choices: dict[str, Any]
+) -> None:
     wanted = recipe("gptq", bits=4, effort=HIGH)
     with pytest.raises(QuantForgeError, match="calibration rows pass its blocks"):
         quantize(tiny("llama"), tmp_path / "out", wanted, **choices)
 
 
-def test_a_size_is_measured_at_medium(
+def test_size_targets_require_medium_effort(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = command(

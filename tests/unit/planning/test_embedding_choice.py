@@ -23,7 +23,7 @@ def told(plan) -> str:
     return next(note for note in plan.notes if "embedding and head: " in note)
 
 
-def test_where_an_engine_loads_it_a_large_embedding_is_rounded(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_large_embedding_is_quantized_if_an_engine_loads_it(tiny: Tiny, tmp_path: Path) -> None:
     plan = api.plan(tiny("llama-wide"), bits=4, format="mlx", scales="absmax")
     assert told(plan).startswith("chosen: --embedding int8:row: ")
     embedding = next(item for item in plan.tensors if "embed_tokens" in item.name)
@@ -45,19 +45,19 @@ def test_where_an_engine_loads_it_a_large_embedding_is_rounded(tiny: Tiny, tmp_p
     assert api.verify(tmp_path / "q", source=tiny("llama-wide")).findings == []
 
 
-def test_no_engine_is_lost_by_a_choice(tiny: Tiny) -> None:
+def test_the_embedding_is_kept_if_engines_would_be_lost(tiny: Tiny) -> None:
     plan = api.plan(tiny("llama-wide"), bits=4, scales="absmax")
     assert "--embedding int8:row takes" in told(plan)
     assert "transformers, vllm would not load it" in told(plan)
     assert all(item.scheme is None for item in plan.tensors if "embed_tokens" in item.name)
 
 
-def test_a_tied_head_would_be_stored_on_its_own() -> None:
+def test_a_tied_head_keeps_the_embedding_unquantized() -> None:
     plan = api.plan(DEMO, bits=4, scales="absmax")
     assert "the head is tied to it" in told(plan)
 
 
-def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_path: Path) -> None:
+def test_mlx_quantizes_a_tied_embedding_once(tmp_path: Path) -> None:
     wanted = {"bits": 4, "format": "mlx", "scales": "absmax", "method": "rtn"}
 
     def plan(**choices: str) -> tuple[dict[str, str], list[str]]:
@@ -86,7 +86,7 @@ def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_
     assert api.verify(tmp_path / "q", source=DEMO).findings == []
 
 
-def test_what_has_no_group_for_a_tied_embedding_keeps_it_as_an_event(tmp_path: Path) -> None:
+def test_a_tied_embedding_without_a_fitting_group_is_kept(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
     narrow = headers.llama(tmp_path / "m", tie_word_embeddings=True, **sizes)
     made = api.plan(narrow, scheme="int4:g32:min", format="mlx", scales="absmax", method="rtn")
@@ -95,7 +95,7 @@ def test_what_has_no_group_for_a_tied_embedding_keeps_it_as_an_event(tmp_path: P
     assert embedding.name in {event.where for event in made.substitutions}
 
 
-def test_scales_of_float16_stay_that_in_mlx_files_of_a_bfloat16_model(tmp_path: Path) -> None:
+def test_float16_scales_are_kept_in_mlx_exports(tmp_path: Path) -> None:
     made = {"scheme": "int4:g64:sym:f16", "method": "rtn", "scales": "absmax"}
     api.quantize(DEMO, out=tmp_path / "q", **made)
     moved = api.export(tmp_path / "q", format="mlx", out=tmp_path / "x")
@@ -110,7 +110,7 @@ def test_scales_of_float16_stay_that_in_mlx_files_of_a_bfloat16_model(tmp_path: 
     assert api.verify(tmp_path / "x", source=DEMO).findings == []
 
 
-def test_keep_leaves_the_embedding_of_a_gguf_file() -> None:
+def test_embedding_keep_applies_to_gguf() -> None:
     def kind(**choices: str) -> str:
         made = api.plan(DEMO, type="Q4_0", method="rtn", **choices)
         (embedding,) = [item for item in made.tensors if "embed" in item.name]
@@ -119,7 +119,7 @@ def test_keep_leaves_the_embedding_of_a_gguf_file() -> None:
     assert (kind(), kind(embedding="keep"), kind(embedding="q4_1")) == ("q6_k", "None", "q4_1")
 
 
-def test_the_share_is_told_at_the_end(
+def test_quantize_reports_the_share_of_embedding_and_head(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = command(

@@ -93,9 +93,7 @@ def test_an_index_that_names_an_expert_twice_is_refused(tiny: Tiny, tmp_path: Pa
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "novel"])
-def test_a_list_of_kinds_that_is_too_short_is_refused(
-    tiny: Tiny, tmp_path: Path, model_type: str
-) -> None:
+def test_too_short_layer_types_are_refused(tiny: Tiny, tmp_path: Path, model_type: str) -> None:
     shutil.copytree(tiny("lfm2"), tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     config = json.loads(path.read_text()) | {"model_type": model_type}
@@ -104,7 +102,7 @@ def test_a_list_of_kinds_that_is_too_short_is_refused(
         api.plan(str(tmp_path / "m"), Recipe(bits=4))
 
 
-def test_flags_of_fewer_layers_than_there_are_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_too_short_no_rope_layers_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("llama4"), tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     config = json.loads(path.read_text())  # which lists the kinds of layers, too
@@ -141,7 +139,7 @@ def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None
         ({"num_experts": 4}, 5, 5, False),
     ],
 )
-def test_counts_that_families_have(
+def test_expert_and_router_counts_are_checked(
     config: dict[str, Any], experts: int, rows: int, fine: bool
 ) -> None:
     shapes = {f"l.0.mlp.experts.{i}.up.weight": (8, 8) for i in range(experts)}

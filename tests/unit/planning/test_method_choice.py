@@ -27,7 +27,7 @@ from tests.runs import ROWS, command, copied
         ({"type": "Q4_0", "scales": "reference"}, "rtn", "--scales reference"),
     ],
 )  # fmt: skip
-def test_what_is_chosen_and_why(tiny: Tiny, options, method: str, reason: str) -> None:
+def test_the_default_method_and_its_reason(tiny: Tiny, options, method: str, reason: str) -> None:
     plan = api.plan(tiny("llama-wide"), **options)
     assert plan.method == method
     said = [note for note in plan.notes if note.startswith("chosen: --method")]
@@ -36,14 +36,14 @@ def test_what_is_chosen_and_why(tiny: Tiny, options, method: str, reason: str) -
     assert reason in said[0]
 
 
-def test_an_asked_for_method_and_a_mere_conversion_are_not_told_of(tiny: Tiny) -> None:
+def test_explicit_methods_and_conversions_give_no_note(tiny: Tiny) -> None:
     for options in ({"method": "rtn", "bits": 4}, {"format": "plain"}, {"type": "BF16"}):
         plan = api.plan(tiny("llama-wide"), **options)
         assert plan.method == "rtn"
         assert not any(note.startswith("chosen: --method") for note in plan.notes)
 
 
-def test_no_calibration_is_possible_without_a_tokenizer(tiny: Tiny, tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_method_is_rtn(tiny: Tiny, tmp_path: Path) -> None:
     model = copied(tiny("llama-wide"), tmp_path / "m")
     (model / "tokenizer.json").unlink()
     plan = api.plan(model, bits=4)
@@ -51,7 +51,7 @@ def test_no_calibration_is_possible_without_a_tokenizer(tiny: Tiny, tmp_path: Pa
     assert any("there is no tokenizer" in note for note in plan.notes)
 
 
-def test_a_family_without_declarations_is_rounded_plainly(tiny: Tiny, tmp_path: Path) -> None:
+def test_undeclared_families_default_to_rtn(tiny: Tiny, tmp_path: Path) -> None:
     model = copied(tiny("llama-wide"), tmp_path / "m")
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(
@@ -62,7 +62,7 @@ def test_a_family_without_declarations_is_rounded_plainly(tiny: Tiny, tmp_path: 
     assert any("unheard_of is not declared" in note for note in plan.notes)
 
 
-def test_it_is_said_before_the_work_and_stands_in_the_recipe(
+def test_the_chosen_method_is_reported_first_and_recorded(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = command(

@@ -51,14 +51,14 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
         ("rtn", "plain", [], "wren-plain"),
     ],
 )
-def test_the_rule(tmp_path, method, key, schemes, name):
+def test_default_names_follow_method_format_and_scheme(tmp_path, method, key, schemes, name):
     assert named(tmp_path / "wren", method, key, *schemes) == name
 
 
 @pytest.mark.parametrize(
     ("pattern", "name"), [("50%", "wren-50zeros-wanda-plain"), ("2:4", "wren-2of4-wanda-plain")]
 )
-def test_zeros_stay_in_the_name_of_what_is_made_of_them(tmp_path, pattern, name):
+def test_sparsity_stays_in_the_names_of_derived_results(tmp_path, pattern, name):
     tensors = [TensorPlan("t", "BF16", (256, 256), Action.KEEP, "", None, sparse=True)]
     source, zeros = (
         SimpleNamespace(path=tmp_path / "wren", source_notes={}),
@@ -79,7 +79,7 @@ def test_zeros_stay_in_the_name_of_what_is_made_of_them(tmp_path, pattern, name)
     assert again == name.replace("wanda-plain", "rtn-int4")
 
 
-def test_a_file_is_called_after_its_mixture(tmp_path):
+def test_gguf_names_end_with_the_type(tmp_path):
     assert named(tmp_path / "wren", "rtn", "gguf", "q4_k", label="Q4_K_M") == "wren-Q4_K_M.gguf"
     assert (
         named(tmp_path / "wren", "gptq", "gguf", "q4_k", label="Q4_K_M") == "wren-gptq-Q4_K_M.gguf"
@@ -106,13 +106,13 @@ def test_a_file_is_called_after_its_mixture(tmp_path):
         ("Q8_0.gguf", "Q8_0"),
     ],
 )
-def test_the_model_has_a_name_that_files_can_have(tmp_path, path, name):
+def test_model_names_are_sanitized_for_files(tmp_path, path, name):
     model = tmp_path / path
     assert named(model, "rtn", "gguf", label="F16") == f"{name}-F16.gguf"
     assert named(tmp_path / "wren" / ".", "rtn", "gguf", label="F16") == "wren-F16.gguf"
 
 
-def test_an_export_is_called_after_the_original(tmp_path):
+def test_exports_are_named_after_the_original_model(tmp_path):
     """However long the chain of exports; of a stranger's artifact nothing is known but its name."""
     first = {
         "schema": SCHEMA,
@@ -143,7 +143,7 @@ def test_an_export_is_called_after_the_original(tmp_path):
     assert named(strange, None, "awq", "int4:g128:sym") == "etc-int4-awq"
 
 
-def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path, monkeypatch):
+def test_the_default_output_is_outside_the_model_directory(tmp_path, monkeypatch):
     (tmp_path / "wren" / "sub").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert default_path("x", Path("wren")) == Path("x")
@@ -178,14 +178,14 @@ def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path
         (Recipe(scheme="nf4", lm_head="nf4"), None, "compressed-tensors"),
     ],
 )
-def test_the_format_follows_from_what_is_said(recipe, out, key):
+def test_the_format_follows_from_recipe_and_output_name(recipe, out, key):
     chosen, said = choose_format(recipe, out and Path(out))
     assert chosen.format == key
     assert bool(said) == (not recipe.format and key != "compressed-tensors")
     assert choose_format(chosen, out and Path(out)) == (chosen, ())
 
 
-def test_an_option_is_the_reason_before_a_name_that_may_follow_from_it():
+def test_an_option_precedes_the_output_name_as_reason():
     _, by_type = choose_format(Recipe(type="Q8_0"), Path("x.gguf"))
     assert "--type Q8_0 is of GGUF files" in by_type[0]
     _, by_name = choose_format(Recipe(), Path("x.gguf"))
@@ -203,13 +203,13 @@ def test_an_option_is_the_reason_before_a_name_that_may_follow_from_it():
         (Recipe(), "x.safetensors", "-o x"),
     ],
 )
-def test_a_name_that_contradicts_the_format_is_refused(recipe, out, hint):
+def test_an_output_name_contradicting_the_format_is_refused(recipe, out, hint):
     with pytest.raises(UsageError) as refused:
         choose_format(recipe, Path(out))
     assert hint in refused.value.hint
 
 
-def test_what_no_format_holds_has_no_holder():
+def test_formats_holding_a_layer_scheme():
     assert formats_holding(parse_layer("nf4")) == ["bnb"]
     assert "compressed-tensors" in formats_holding(parse_layer("int4"))
     assert formats_holding(parse_layer("int7:g32:min")) == []

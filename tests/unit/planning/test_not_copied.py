@@ -28,7 +28,7 @@ def configure(model: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **values}))
 
 
-def test_code_pickles_and_strays_are_named(model: Path) -> None:
+def test_files_not_carried_over_are_named(model: Path) -> None:
     for name in ("modeling_x.py", "pytorch_model.bin", "a\nb.exe", ".gitattributes"):
         (model / name).touch()
     (model / "original").mkdir()
@@ -47,7 +47,7 @@ def test_code_pickles_and_strays_are_named(model: Path) -> None:
         {"vision_config": {"auto_map": {"AutoModel": "modeling_x.X"}}},
     ],
 )  # fmt: skip
-def test_keys_that_name_code_are_named(model: Path, values: dict[str, object]) -> None:
+def test_config_keys_that_name_code_are_reported(model: Path, values: dict[str, object]) -> None:
     assert not any("code" in line for line in said(model))
     configure(model, **values)
     key = next(iter(values)).replace("vision_config", "auto_map")
@@ -63,13 +63,13 @@ def test_keys_that_name_code_are_named(model: Path, values: dict[str, object]) -
         ("README.md", "---\nlicense_name: mine\n---\n", True), ("README.md", "the license: mit\n", False),
     ],
 )  # fmt: skip
-def test_a_licence_that_is_missing_is_said_to_be(model, name, text, stated):
+def test_a_missing_license_is_reported(model, name, text, stated):
     assert any(line.startswith(NO_LICENCE) for line in said(model))
     (model / name).write_text(text)
     assert any(line.startswith(NO_LICENCE) for line in said(model)) is not stated
 
 
-def test_users_see_it_and_manifests_keep_it(
+def test_files_not_copied_are_shown_and_recorded(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (model / "modeling_x.py").touch()

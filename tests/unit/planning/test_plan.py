@@ -41,16 +41,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "awq+gptq", "smooth"])
-def test_a_method_that_observes_is_refused_without_anything_to_observe(
-    llama: Path, method: str
-) -> None:
+def test_calibrated_methods_are_refused_without_calibration(llama: Path, method: str) -> None:
     without = CalibrationOptions(source="none")
     with pytest.raises(UsageError, match=f"--method {method.replace('+', '.')} observes"):
         plan(llama, method=method, bits=4, calibration=without)
     assert plan(llama, method="rtn", bits=4, calibration=without).needs == ()
 
 
-def test_rows_longer_than_the_model_has_positions_are_refused_or_said(tiny: Tiny) -> None:
+def test_rows_longer_than_the_positions_are_refused_or_noted(tiny: Tiny) -> None:
     model = tiny("llama")  # of 128 positions
     for method in ("gptq", "awq"):
         with pytest.raises(InputError, match="rows of 129 tokens, the model has 128 positions"):
@@ -85,7 +83,7 @@ def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:
     assert len(json.loads(result.stdout)["tensors"]) == 2 + 1 + 56 * 9
 
 
-def test_bytes_of_a_known_model(llama):
+def test_planned_bytes_of_a_known_model(llama):
     made = plan(llama, bits=4)
     weights = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 11008 * 4096)
     assert sum(t.shape[0] * t.shape[1] for t in made.quantized()) == weights
@@ -117,13 +115,13 @@ def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, form: str) -> Non
 # ---- schemes
 
 
-def test_bits_mean_what_the_format_is_known_for(llama):
+def test_bits_give_the_default_scheme_of_the_format(llama):
     assert schemes(plan(llama, bits=4), "q_proj") == {"int4:g128:sym:bf16"}
     assert schemes(plan(llama, bits=4, format="gptq"), "q_proj") == {"int4:g128:sym:f16"}
     assert schemes(plan(llama, bits=4, format="awq"), "q_proj") == {"int4:g128:asym:f16"}
 
 
-def test_a_rule_is_tied_over_a_shared_input(llama):
+def test_a_rule_applies_to_all_linears_of_a_shared_input(llama):
     made = plan(llama, bits=4, rules=(Rule("*.layers.1.self_attn.k_proj", "int8"),))
     for name in ("q_proj", "k_proj", "v_proj"):
         assert schemes(made, f"layers.1.self_attn.{name}") == {"int8:g128:sym:bf16"}
@@ -148,7 +146,7 @@ def test_ignored_layers_are_kept(llama):
     ("columns", "given"),
     [(192, "g64"), (96, "g32"), (48, "g16"), (4096 + 8, "row"), (33, "row")],
 )
-def test_a_group_that_does_not_divide_is_substituted_by_the_next_finer(tmp_path, columns, given):
+def test_a_non_dividing_group_is_replaced_by_a_finer_one(tmp_path, columns, given):
     config = {**headers.LLAMA, "intermediate_size": columns}
     model = headers.write(tmp_path / "m", config, headers.llama_tensors(config))
     made = plan(model, bits=4)
@@ -162,9 +160,7 @@ def test_a_group_that_does_not_divide_is_substituted_by_the_next_finer(tmp_path,
     ("form", ["gptq", "gptq_v2", "awq"]),
     ("columns, given", [(192, 64), (96, 32), (48, 16)]),
 )
-def test_a_format_with_one_group_size_gets_the_largest_that_divides_all(
-    tmp_path, form, columns, given
-):
+def test_single_group_formats_get_the_largest_common_group(tmp_path, form, columns, given):
     made = plan(headers.llama(tmp_path / "m", intermediate_size=columns), bits=4, format=form)
     sizes = {t.scheme.weight.granularity for t in made.tensors if t.scheme}
     assert sizes == {PerGroup(given)}
@@ -176,7 +172,7 @@ def test_a_format_with_one_group_size_gets_the_largest_that_divides_all(
     assert f"{columns} input columns ({odd} and 1 more) are no multiple of 128" in said[other]
 
 
-def test_what_no_group_divides_forces_no_other_group_where_a_format_has_one(tmp_path):
+def test_indivisible_columns_do_not_change_other_groups(tmp_path):
     model = headers.llama(tmp_path / "m", intermediate_size=4096 + 8)
     made = plan(model, bits=4, format="gptq")
     assert schemes(made, "down_proj") == {"keep"}
@@ -191,7 +187,7 @@ def test_what_no_group_divides_forces_no_other_group_where_a_format_has_one(tmp_
         plan(model, bits=4, format="gptq", rules=(Rule("down_proj", "int4:g128:sym"),))
 
 
-def test_a_refusal_says_what_is_in_the_way_whatever_the_columns(tmp_path):
+def test_refusals_name_the_obstacle_and_alternatives(tmp_path):
     odd = {"hidden_size": 1096, "num_attention_heads": 8, "num_key_value_heads": 8}
     model = headers.llama(tmp_path / "m", **odd, intermediate_size=1096)
     with pytest.raises(RefusedError, match="the layout holds 4 bits") as refused:
@@ -203,7 +199,7 @@ def test_a_refusal_says_what_is_in_the_way_whatever_the_columns(tmp_path):
     assert schemes(plan(model, bits=4, format="gptq"), "up_proj") == {"int4:row:sym:f16"}
 
 
-def test_groups_that_were_asked_for_and_differ_are_refused_with_what_to_type(llama):
+def test_different_requested_groups_are_refused_with_hints(llama):
     with pytest.raises(RefusedError) as refused:
         plan(llama, bits=4, format="gptq", rules=(Rule("down_proj", "int4:g32:sym"),))
     for text in ("32 (model.layers.0.mlp.down_proj and 1 more)", "128 (", "and 11 more)"):
@@ -212,7 +208,7 @@ def test_groups_that_were_asked_for_and_differ_are_refused_with_what_to_type(lla
     assert "--format compressed-tensors" in refused.value.hint
 
 
-def test_a_group_that_divides_none_of_what_it_was_asked_for_is_refused_with_those_that_would(
+def test_a_group_dividing_no_columns_is_refused_with_alternatives(
     tmp_path,
 ):
     config = {**headers.LLAMA, "intermediate_size": 200}
@@ -236,7 +232,7 @@ def test_a_group_that_divides_none_of_what_it_was_asked_for_is_refused_with_thos
     assert refused.value.hint == "one scale for each row: row"
 
 
-def test_what_a_format_cannot_hold_names_the_layer(llama):
+def test_unsupported_schemes_name_the_layer(llama):
     with pytest.raises(RefusedError) as refused:
         plan(llama, bits=5, format="gptq")
     assert refused.value.tensor
@@ -290,7 +286,7 @@ def test_a_quantized_head_loads_in_transformers(tiny, tmp_path, family):
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 @pytest.mark.parametrize("head", ["keep", "int8:g64:sym"])
-def test_a_quantized_embedding_is_no_engine_s_but_ours(tiny, tmp_path, family, head):
+def test_a_quantized_embedding_loads_only_in_our_runtime(tiny, tmp_path, family, head):
     from quantforge.runtime.load import load
 
     model, out = tiny(family), tmp_path / "out"
@@ -311,7 +307,7 @@ def test_a_quantized_embedding_is_no_engine_s_but_ours(tiny, tmp_path, family, h
         assert (ours.log_softmax(-1) - original.log_softmax(-1)).abs().mean() < 1.0
 
 
-def test_rules_reach_a_tied_head_that_is_not_stored(tmp_path):
+def test_rules_reach_an_unstored_tied_head(tmp_path):
     model = headers.llama(tmp_path / "m", tie_word_embeddings=True)
     assert "lm_head.weight" not in {t.name for t in plan(model).tensors}
     assert "lm_head.weight" not in {t.name for t in plan(model, ignore=("lm_head",)).tensors}
@@ -320,7 +316,7 @@ def test_rules_reach_a_tied_head_that_is_not_stored(tmp_path):
     assert schemes(made, "embed_tokens") == {"keep"}
 
 
-def test_a_tied_head_that_is_stored_twice_is_stored_once(tiny, tmp_path):
+def test_a_duplicate_tied_head_is_stored_once(tiny, tmp_path):
     source = copied(tiny("llama-tied"), tmp_path / "m")
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -341,7 +337,7 @@ def test_a_tied_head_that_is_stored_twice_is_stored_once(tiny, tmp_path):
 # ---- other families
 
 
-def test_an_unknown_family_is_rounded_plainly_and_nothing_else(tiny, tmp_path):
+def test_an_undeclared_family_allows_rtn_or_derived_declarations(tiny, tmp_path):
     source = copied(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
@@ -378,7 +374,7 @@ def test_an_undeclared_tied_family_keeps_its_embedding(tmp_path):
         plan(model, lm_head="int8")
 
 
-def test_a_multimodal_model_keeps_its_other_tower(tiny, tmp_path):
+def test_the_vision_tower_of_a_multimodal_model_is_kept(tiny, tmp_path):
     model, out = tiny("gemma3-multimodal"), tmp_path / "out"
     quantize(model, out, recipe("rtn", scheme="int4:g32:sym", scales="absmax"))
     source, written = (load_file(place / "model.safetensors") for place in (model, out))
@@ -422,14 +418,14 @@ def test_a_multimodal_model_loads_in_transformers(tiny, tmp_path, ignored, head)
             assert torch.equal(kept[name], value)
 
 
-def test_the_plan_says_that_transformers_does_not_load_packed_conv1d(tiny):
+def test_plans_note_that_transformers_cannot_load_packed_conv1d(tiny):
     verdicts = {v.engine: v for v in plan(tiny("gpt2"), scheme="int4:g32:sym").engines}
     assert not verdicts["transformers"].loads
     assert "Conv1D" in verdicts["transformers"].reason
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq"])
-def test_a_matrix_that_fills_no_words_is_kept_with_what_engines_join_it_with(
+def test_unpackable_matrices_are_kept_with_their_fused_group(
     models: Callable[..., Path], form: str
 ) -> None:
     model = models("llama", num_key_value_heads=1, head_dim=4)
@@ -448,7 +444,7 @@ def test_a_matrix_that_fills_no_words_is_kept_with_what_engines_join_it_with(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_result_that_is_no_smaller_than_its_source_is_refused(llama: Path, size: int) -> None:
+def test_results_no_smaller_than_the_source_are_refused(llama: Path, size: int) -> None:
     """One byte for a code and four for the scale of so many, instead of two for a weight."""
     with pytest.raises(RefusedError, match="nothing is gained"):
         plan(llama, scheme=f"int8:g{size}:sym:f32")

@@ -12,7 +12,7 @@ SCORED = '[evaluation]\ntext = "builtin"\n'
 VARIANT = '[[variant]]\nname = "a"\nmethod = "gptq"\nbits = 4\n'
 
 
-def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibration():
+def test_release_options_override_variant_recipes():
     spec = parse_release(
         HEAD + "[calibration]\nsamples = 7\n[gates]\nmax_bytes = 9\n" + SCORED
         + '[[variant]]\nname = "a"\nrecipe = "balanced-4bit"\nmethod = "gptq"\ngates = {max_kl = 0.1}\n'
@@ -31,7 +31,7 @@ def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibrati
 
 
 @pytest.mark.thorough
-def test_sets_are_the_recipes_of_an_engine_types_or_both():
+def test_release_sets_contain_recipes_or_types():
     assert {"gguf-ladder", "vllm", "mlx", "everything"} <= {*set_names()}
     for name in set_names():
         spec = parse_release(f'{HEAD}sets = ["{name}"]', "f")
@@ -79,7 +79,7 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
         (HEAD + VARIANT + '[card]\nbase_model = "plain"\n', "no name of the hub", "ORG/NAME"),
     ],
 )  # fmt: skip
-def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
+def test_invalid_release_files_are_refused_with_a_hint(text, said, hint):
     with pytest.raises(InputError) as refused:
         parse_release(text, "f")
     assert said in refused.value.message
@@ -96,7 +96,7 @@ def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
         "recipe = {gptq = {damping = 2.0}}",
     ],
 )
-def test_a_bad_choice_is_named_with_its_file_and_variant(choice):
+def test_bad_variant_options_name_file_and_variant(choice):
     with pytest.raises(QuantForgeError, match=r"^f: variant a: ") as refused:
         parse_release(f'{HEAD}[[variant]]\nname = "a"\n{choice}\n', "f")
     assert refused.value.message.count("recipe: ") <= 1

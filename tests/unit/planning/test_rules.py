@@ -48,20 +48,20 @@ def meant(pattern: str) -> set[str]:
         ("re:.*(q|k)_proj", 24),
     ],
 )
-def test_patterns(pattern, count):
+def test_rule_patterns_match_names_suffixes_or_regexes(pattern, count):
     assert len(meant(pattern)) == count
 
 
 @pytest.mark.parametrize(
     "pattern", [".{1000000000}", "a{2,99999}", "a{,30000000}", "(a{5}){5}", "(b{2}c)+"]
 )
-def test_patterns_that_would_take_memory_are_refused_before_they_are_compiled(pattern, monkeypatch):
+def test_huge_repetitions_are_refused_before_compiling(pattern, monkeypatch):
     monkeypatch.setattr("regex.compile", lambda _: pytest.fail("compiled"))
     with pytest.raises(InputError, match="repetition"):
         matches(f"re:{pattern}", tensor("model.layers.0.mlp.up_proj"))
 
 
-def test_the_stored_name_counts_too():
+def test_patterns_match_the_stored_name():
     stored = tensor("model.layers.0.mlp.up_proj.weight", stored="language_model.x.up_proj.weight")
     assert matches("language_model.x.up_proj", stored)
     assert matches("model.layers.0.mlp.up_proj", stored)
@@ -92,7 +92,7 @@ def test_a_rule_for_the_blocks_does_not_reach_head_and_embedding():
     assert chosen("lm_head", ignore=("*",)) == "keep"
 
 
-def test_a_pattern_that_takes_too_long_is_refused():
+def test_a_rule_pattern_with_backtracking_is_refused():
     """There are millions of ways to share the name out to its repetitions."""
     with pytest.raises(InputError, match="takes too long for"):
         matches(r"re:(.*)(.*)(.*)(.*)\4\3\2\1x", tensor("a" * 100 + "xb"))
@@ -121,7 +121,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near, as_rule
     assert near in bad.value.hint
 
 
-def test_what_is_kept_anyway_may_be_ignored_but_not_quantized():
+def test_unquantizable_layers_may_be_ignored_but_not_ruled():
     assert RecipeRules(Recipe(ignore=("vision.*",)), LAYERS).first_match(LAYERS[2]) is None
     with pytest.raises(InputError, match="matches no layer"):
         RecipeRules(Recipe(rules=(Rule("vision.*", "int8"),)), LAYERS)
@@ -132,13 +132,13 @@ def test_what_is_kept_anyway_may_be_ignored_but_not_quantized():
 @pytest.mark.parametrize(
     "pattern", ["re:(a+)+$", "re:(a*)*", "re:(x+){9}", "re:[", "re:(", "re:a{99999999999}"]
 )
-def test_regular_expressions_that_do_not_work(pattern):
+def test_invalid_rule_regexes_are_refused(pattern):
     with pytest.raises(InputError) as bad:
         RecipeRules(Recipe(ignore=(pattern,)), LAYERS)
     assert bad.value.hint
 
 
-def test_a_rule_with_a_bad_scheme():
+def test_rules_accept_aliases_and_refuse_unknown_schemes():
     with pytest.raises(InputError, match="int99"):
         RecipeRules(Recipe(rules=(Rule("q_proj", "int99"),)), LAYERS)
     assert (

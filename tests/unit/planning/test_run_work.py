@@ -43,7 +43,7 @@ def work(model: Path, method: str, **values: Any) -> RunWork:
     return found
 
 
-def test_without_data_weights_are_read_and_rounded(large: Path) -> None:
+def test_rtn_work_is_reading_and_rounding(large: Path) -> None:
     found = work(large, "rtn", scales="absmax")
     assert found.operations.keys() == {"round"}
     assert found.source_bytes == (large / "model.safetensors").stat().st_size
@@ -54,7 +54,7 @@ def test_without_data_weights_are_read_and_rounded(large: Path) -> None:
     assert table.operations["round"] > 2 * searched
 
 
-def test_tokens_pass_the_blocks_once_and_columns_are_multiplied_in_pairs(large: Path) -> None:
+def test_gptq_work_counts_passes_and_hessian_products(large: Path) -> None:
     found = work(large, "gptq")
     hidden, ffn, layers, kv = 8192, 28672, 80, 1024
     block = 2 * hidden**2 + 2 * kv * hidden + 3 * ffn * hidden
@@ -75,7 +75,7 @@ def test_tokens_pass_the_blocks_once_and_columns_are_multiplied_in_pairs(large: 
     assert tried["round"] == found.operations["round"]
 
 
-def test_threads_share_operations_but_not_reading(large: Path) -> None:
+def test_threads_divide_operations_but_not_reading(large: Path) -> None:
     found = work(large, "gptq")
     one, two = seconds_of(found, 1), seconds_of(found, 2)
     assert (one["pass"], one["read"]) == (2 * two["pass"], two["read"])
@@ -83,12 +83,12 @@ def test_threads_share_operations_but_not_reading(large: Path) -> None:
     assert one["read"] == 2 * found.source_bytes / BYTES_PER_SECOND
 
 
-def test_runs_of_a_grid_are_counted(large: Path) -> None:
+def test_extra_gptq_passes_of_3_bits_are_counted(large: Path) -> None:
     once, twice = (work(large, "gptq", bits=bits).operations["round"] for bits in (4, 3))
     assert 1.05 < twice / once < 2
 
 
-def test_larger_models_take_longer(large: Path, tmp_path: Path) -> None:
+def test_estimated_work_grows_with_the_model(large: Path, tmp_path: Path) -> None:
     larger = headers.llama(tmp_path / "larger", **LARGER)
     for method in ("rtn", "gptq", "awq"):
         first, second = work(large, method).operations, work(larger, method).operations
@@ -97,7 +97,7 @@ def test_larger_models_take_longer(large: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiles", [False, further(True)])
-def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path: Path, tiles: bool) -> None:
+def test_expert_work_counts_only_routed_tokens(tmp_path: Path, tiles: bool) -> None:
     """A mixture of the shape of Kimi K2 with two layers: files are holes, and a plan reads no more than headers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trillion_plan, "LAYERS", 2)

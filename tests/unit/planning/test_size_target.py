@@ -14,7 +14,7 @@ from quantforge.planning.size_target import parse_target
     [("4.5bpw", 4.5, 0), ("18GB", None, 18 * 10**9), ("17GiB", None, 17 << 30), (".5 mb", None, 500_000),
      ("1000B", None, 1000)],
 )  # fmt: skip
-def test_sizes_as_people_write_them(text, bits, nbytes):
+def test_size_targets_are_parsed(text, bits, nbytes):
     found = parse_target(text)
     assert (found.bits, found.nbytes) == (bits, nbytes)
 
@@ -37,7 +37,7 @@ def test_sizes_as_people_write_them(text, bits, nbytes):
         "99999999TB",
     ],
 )
-def test_what_is_no_size(text):
+def test_invalid_size_targets_are_refused(text):
     with pytest.raises(UsageError, match="no size") as refused:
         parse_target(text)
     assert ("4.5bpw" if text != "3.5" else "3.5bpw") in refused.value.hint
@@ -48,7 +48,7 @@ def test_what_is_no_size(text):
     [("24GB@32k", 24e9, Load(32768)), ("24GiB@8192", 24 * 2**30, Load(8192)), ("80gb@8x1k", 80e9, Load(1024, 8)),
      ("24GB@1M", 24e9, Load(1 << 20))],
 )  # fmt: skip
-def test_memory_of_a_device_with_what_it_is_for(text, nbytes, load):
+def test_device_memory_targets_with_a_load_are_parsed(text, nbytes, load):
     found = parse_target(text)
     assert (found.nbytes, found.load) == (nbytes, load)
     assert parse_target(text, "fp8", 2).load == Load(load.context, load.batch, "fp8", 2)
@@ -61,12 +61,12 @@ def test_memory_of_a_device_with_what_it_is_for(text, nbytes, load):
      ("3bpw@32k", "no context"),
      ("24GB@9999999999", "out of range")],
 )  # fmt: skip
-def test_what_is_no_memory_for_a_context(text, said):
+def test_invalid_device_memory_targets_are_refused(text, said):
     with pytest.raises(UsageError, match=f"--target {text}.*{said}") as refused:
         parse_target(text)
     assert refused.value.hint
 
 
-def test_a_type_of_cache_belongs_to_memory():
+def test_a_cache_option_needs_a_device_memory_target():
     with pytest.raises(UsageError, match="--cache fp8"):
         parse_target("18GB", "fp8")

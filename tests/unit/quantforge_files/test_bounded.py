@@ -81,7 +81,7 @@ def header_file(path: Path, header: bytes) -> Path:
     return path
 
 
-def test_the_measure_measures() -> None:
+def test_the_cost_helper_measures_time_memory_and_errors() -> None:
     assert cost(lambda: bytearray(100 << 20).count(1))[2] > 90 << 20
     assert cost(lambda: time.process_time_ns() and sum(range(5_000_000)))[1] > 0.02
     assert cost(lambda: 1 // 0)[0].startswith("failed: ZeroDivisionError")
@@ -104,7 +104,7 @@ def counted(value: object) -> tuple[int, int]:
 
 @settings(max_examples=30)
 @given(JSON, st.integers(1, 9))
-def test_bytes_are_counted_as_a_parser_would(value: object, chunk: int) -> None:
+def test_json_measure_counts_depth_and_values(value: object, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_json, "_CHUNK", chunk)
         depth, count = counted(value)
@@ -114,12 +114,12 @@ def test_bytes_are_counted_as_a_parser_would(value: object, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [b"[", b'{"a":', b"[],", b'"a":1,', b"\\", b'"\\\\'])
-def test_a_large_document_of_nothing_but_structure(piece: bytes) -> None:
+def test_a_large_json_of_pure_structure_is_refused_cheaply(piece: bytes) -> None:
     data = b'{"a":[' + piece * (roles.HEADER.max_bytes // len(piece) // 2)
     assert bounded(lambda: parse_object(data, "x", roles.SETTINGS)).startswith("refused")
 
 
-def test_a_settings_file_of_the_most_values_that_it_may_have() -> None:
+def test_a_settings_file_at_its_value_limit_is_read() -> None:
     count = roles.SETTINGS.max_values
     items = b",".join(b'"\xc3\xa9%06d"' % n for n in range(count - 10))
     assert (
@@ -131,7 +131,7 @@ def test_a_settings_file_of_the_most_values_that_it_may_have() -> None:
 
 
 @pytest.mark.thorough
-def test_a_header_of_four_times_70000_tensors(tmp_path: Path) -> None:
+def test_a_header_of_280000_tensors_is_read_within_bounds(tmp_path: Path) -> None:
     place = '{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}'
     names = (f"model.layers.{n}.experts.down_proj.w" for n in range(280_000))
     text = "{" + ",".join(f'"{name}":{place}' for name in names) + "}"
@@ -139,7 +139,7 @@ def test_a_header_of_four_times_70000_tensors(tmp_path: Path) -> None:
     assert bounded(lambda: len(read_header(path))) == "done: 280000"
 
 
-def test_an_index_of_four_times_70000_names_and_many_shards(tmp_path: Path) -> None:
+def test_an_index_of_280000_names_stays_within_bounds(tmp_path: Path) -> None:
     name = "model.language_model.layers.{}.mlp.experts.down_proj.weight_scale"
     places = {name.format(n): f"model-{n % 5000:05}-of-05000.safetensors" for n in range(280_000)}
     (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -149,7 +149,7 @@ def test_an_index_of_four_times_70000_names_and_many_shards(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
-def test_a_tokenizer_of_four_times_33_mb_and_262000_tokens() -> None:
+def test_a_tokenizer_of_a_million_tokens_is_read_within_bounds() -> None:
     tokens = ",".join(f'"token {n:08} {"x" * 90}":{n}' for n in range(1_048_576))
     data = f'{{"model":{{"type":"BPE","vocab":{{{tokens}}},"merges":[]}},"pad":"{"x" * 10_000_000}"}}'.encode()
     assert 4 * 32_000_000 < len(data) < roles.TOKENIZER.max_bytes
@@ -157,7 +157,7 @@ def test_a_tokenizer_of_four_times_33_mb_and_262000_tokens() -> None:
     assert said == "done: 1048576"
 
 
-def test_long_and_deep_lines_of_text(tmp_path: Path) -> None:
+def test_long_and_deep_jsonl_lines_stay_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     whole = b'{"text": "' + b"word " * 4_000_000 + b'"}\n'
     for line, said in (
@@ -174,7 +174,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
     return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<i", kind) + value
 
 
-def test_arrays_of_a_gguf_file(tmp_path: Path) -> None:
+def test_large_gguf_arrays_stay_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     one = struct.pack("<Q", 4) + "\u00e9\u00ea".encode()
     for count, said in ((1_000_000, "done"), (6_000_001, "an array of")):
@@ -184,7 +184,7 @@ def test_arrays_of_a_gguf_file(tmp_path: Path) -> None:
         assert said in bounded(lambda: len(read_gguf(path).metadata))
 
 
-def test_an_importance_matrix_of_gigabytes_is_read_where_it_is_wanted(tmp_path: Path) -> None:
+def test_only_matching_entries_of_a_huge_imatrix_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.dat"
     large, name = (1 << 31) - 1, b"\x01\x00\x00\x00w"
     path.write_bytes(struct.pack("<i", 2) + name + struct.pack("<ii", 1, large // 4))
@@ -205,11 +205,11 @@ def test_an_importance_matrix_of_gigabytes_is_read_where_it_is_wanted(tmp_path: 
      "a=" + "{a=" * 200_000, "a=" + "9" * 900_000, 'a="""' + '\\"""' * 200_000, "x" * (2 << 20), "[a]\n" * 200_000],
     ids=lambda text: text[:8],
 )  # fmt: skip
-def test_recipes_that_would_take_for_ever(text: str) -> None:
+def test_pathological_recipes_are_refused_within_bounds(text: str) -> None:
     assert bounded(lambda: read_toml(text, "x")).startswith("refused")
 
 
-def test_ordinary_recipes_hold_long_lists_and_texts() -> None:
+def test_ordinary_recipes_may_have_long_lists_and_strings() -> None:
     names = [f"model.layers.{n}.mlp.down_proj" for n in range(1000)]
     text = (
         f"ignore = {json.dumps(names)}\n[[rule]]\nmatch = '''{'a.b.' * 1000}'''  # {'x.' * 100}\n"
@@ -230,7 +230,7 @@ WHOLE = {
 WRONG = [1, "x", None, [], {}, [1], {"a": 1}, True]
 
 
-def test_a_manifest_of_other_types_is_none(tmp_path: Path) -> None:
+def test_a_manifest_with_wrong_types_is_read_as_none(tmp_path: Path) -> None:
     def read(document: object) -> object:
         (tmp_path / manifest.NAME).write_text(json.dumps(document))
         return manifest.read_manifest(tmp_path)
@@ -256,7 +256,7 @@ def test_a_manifest_of_other_types_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [8 << 30, 1 << 40])
-def test_sparse_texts_and_importance_are_refused_before_they_are_digested(
+def test_huge_sparse_calibration_files_are_refused_before_digesting(
     tmp_path: Path, size: int
 ) -> None:
     said = {"a.txt": "NUL", "b.jsonl": "NUL", "c.parquet": "no parquet", "d.dat": "no importance"}
@@ -272,7 +272,7 @@ def test_sparse_texts_and_importance_are_refused_before_they_are_digested(
 
 
 @pytest.mark.parametrize("name", ["x.dat", "x.gguf"])
-def test_what_follows_an_importance_matrix_is_refused_before_it_is_digested(
+def test_trailing_bytes_of_an_imatrix_are_refused_before_digesting(
     tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / name

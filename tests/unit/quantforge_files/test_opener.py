@@ -49,7 +49,7 @@ def test_a_file_is_read_up_to_its_limit(model: Path) -> None:
     )
 
 
-def test_a_sparse_file_of_a_terabyte_costs_nothing(model: Path) -> None:
+def test_a_sparse_terabyte_file_is_refused_for_every_role(model: Path) -> None:
     (model / "a").touch()
     os.truncate(model / "a", 1 << 40)
     for role in (value for value in vars(roles).values() if isinstance(value, FileRole)):
@@ -57,7 +57,7 @@ def test_a_sparse_file_of_a_terabyte_costs_nothing(model: Path) -> None:
             assert str(1 << 40) in refusal(model / "a", model, role)
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused(
+def test_a_file_growing_while_being_read_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (model / "a").write_bytes(b"x" * 100)
@@ -88,7 +88,7 @@ def test_pipes_devices_and_directories_are_refused_at_once(model: Path, inside: 
     )
 
 
-def test_links_lead_out_only_where_a_person_named_them(model: Path) -> None:
+def test_links_out_of_the_model_need_an_explicit_path(model: Path) -> None:
     (model / "link").symlink_to("../outside")
     (model / "folder").symlink_to("..")
     for path in (model / "link", model / "folder" / "outside"):
@@ -102,7 +102,7 @@ def test_links_lead_out_only_where_a_person_named_them(model: Path) -> None:
     assert FILES.read(model / "inner", SMALL, model) == b"own"
 
 
-def test_what_is_missing_unreadable_or_no_name(model: Path) -> None:
+def test_missing_looping_or_invalid_paths_are_refused(model: Path) -> None:
     assert "No such file" in refusal(model / "nothing", model)
     (model / "loop").symlink_to("loop")
     refusal(model / "loop", None)
@@ -110,7 +110,7 @@ def test_what_is_missing_unreadable_or_no_name(model: Path) -> None:
     refusal(model / ("a" * 300), model)
 
 
-def test_a_directory_of_too_many_names_is_refused(
+def test_a_directory_with_too_many_names_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_NAMES >= 4 * 1000
@@ -128,7 +128,7 @@ def test_a_directory_of_too_many_names_is_refused(
             look()
 
 
-def test_text_is_utf_8(model: Path) -> None:
+def test_text_files_must_be_utf_8(model: Path) -> None:
     (model / "a").write_bytes("é".encode())
     assert FILES.text(model / "a", SMALL, model) == "é"
     (model / "a").write_bytes(b"ab\xa5")

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_room_is_given_and_buffers_are_filled(
+def test_allocate_and_read_into_work_without_fallocate(
     file: int, reserved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not reserved:
@@ -40,7 +40,7 @@ def test_room_is_given_and_buffers_are_filled(
     assert not system.read_into(file, memoryview(data), 5)
 
 
-def test_links_are_not_opened(tmp_path: Path) -> None:
+def test_symbolic_links_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to("file")
     for flags in (system.READ_FLAGS, system.EXISTING_FLAGS | os.O_WRONLY):
@@ -52,7 +52,7 @@ def test_links_are_not_opened(tmp_path: Path) -> None:
         system.open_nofollow(tmp_path / "link", system.CREATE_FLAGS)
 
 
-def test_a_drive_is_told_to_write_where_it_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_file_uses_fullfsync_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     def refused(_descriptor: int, _command: int) -> None:
@@ -67,7 +67,7 @@ def test_a_drive_is_told_to_write_where_it_can_be_told(monkeypatch: pytest.Monke
         assert told == expected
 
 
-def test_the_peak_of_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_in_bytes_on_linux_and_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = system.peak_memory()
     assert 1 << 24 < peak < 1 << 40
     usage = SimpleNamespace(ru_maxrss=peak >> 10)
@@ -77,7 +77,7 @@ def test_the_peak_of_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     assert system.peak_memory() == peak >> 10
 
 
-def test_swaps_are_those_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_paths_uses_the_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -93,7 +93,7 @@ def test_swaps_are_those_of_the_system(tmp_path: Path, monkeypatch: pytest.Monke
         system.swap_paths(tmp_path / "a", tmp_path / "b")
 
 
-def test_what_a_user_may_lose_lies_where_the_system_keeps_such_files(
+def test_the_cache_directory_follows_system_conventions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/me")

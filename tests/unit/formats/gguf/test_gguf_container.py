@@ -41,7 +41,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_the_bytes_of_every_kind_of_value() -> None:
+def test_the_bytes_of_every_metadata_value_type() -> None:
     expected = bytes.fromhex("47475546 03000000 0000000000000000 0f00000000000000")
     for name, (_, data) in VALUES.items():
         expected += bytes.fromhex("0100000000000000") + name.encode() + bytes.fromhex(data)
@@ -59,7 +59,7 @@ TENSORS = [
 ]
 
 
-def test_the_table_of_tensors_has_sizes_from_the_fastest_and_offsets_by_32_bytes() -> None:
+def test_tensor_infos_have_reversed_sizes_and_aligned_offsets() -> None:
     expected = b"GGUF" + struct.pack("<IQQ", 3, 5, 0)
     for name, sizes, kind, offset in (
         (b"t", (3,), 0, 0), (b"e", (64, 3, 2), 8, 32), (b"h", (5, 2, 3), 1, 448), (b"w", (4, 2), 30, 512),
@@ -70,12 +70,12 @@ def test_the_table_of_tensors_has_sizes_from_the_fastest_and_offsets_by_32_bytes
     assert header_bytes({}, TENSORS) == expected + bytes(-len(expected) % 32)
 
 
-def test_a_header_that_ends_with_32_bytes_gets_no_more() -> None:
+def test_an_aligned_header_gets_no_padding() -> None:
     assert len(header_bytes({"k" * 27: MetadataValue(ValueType.U8, 1)}, [])) == 64
     assert len(header_bytes({"k" * 28: MetadataValue(ValueType.U8, 1)}, [])) == 96
 
 
-def test_pieces_lie_behind_each_other_and_tensors_at_multiples_of_32() -> None:
+def test_pieces_are_contiguous_and_tensors_aligned_to_32_bytes() -> None:
     plan = file_plan("x.gguf", {}, TENSORS)
     header = header_bytes({}, TENSORS)
     start = len(header)
@@ -93,7 +93,7 @@ def test_pieces_lie_behind_each_other_and_tensors_at_multiples_of_32() -> None:
     assert plan.size == start + 704
 
 
-def test_names_are_counted_in_bytes() -> None:
+def test_the_tensor_name_limit_counts_bytes() -> None:
     assert file_plan("x", {}, [GgufTensor("é" * 31 + "w", "F32", (8,))]).places
     with pytest.raises(InputError, match=r"a name of 64 bytes, llama\.cpp takes 63"):
         file_plan("x", {}, [GgufTensor("é" * 32, "F32", (8,))])

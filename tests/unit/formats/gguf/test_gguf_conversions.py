@@ -38,7 +38,7 @@ def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
     ("scheme", "kind"),
     [("int4:g32:sym", "Q4_0"), ("int8:g64:sym", "Q8_0"), ("int5:g32:sym", "Q5_0")],
 )
-def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, models, tmp_path):
+def test_integers_convert_to_gguf_blocks_and_back_exactly(scheme, kind, models, tmp_path):
     source = quantized(models("llama-tied"), tmp_path / "a", scheme)
     file = export(source, tmp_path / "b.gguf", None, allow_inexact=True, embedding="keep")
     assert {entry.type for entry in read_gguf(file).tensors.values()} == {kind, "F32"}
@@ -56,7 +56,7 @@ def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, mo
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 4), ("Q5_1", 5), ("Q4_0", 4), ("Q8_0", 8)])
-def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_path):
+def test_gguf_integer_blocks_convert_to_mlx_and_back(kind, bits, models, tmp_path):
     """The same numbers in the other terms; with a minimum in the same bytes, of which Q4_1 holds any."""
     from quantforge.formats.decoded import decode_checkpoint
 
@@ -77,7 +77,7 @@ def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_p
         assert all(torch.equal(back.read(n), open_gguf(file).read(n)) for n in back.entries)
 
 
-def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
+def test_an_embedding_is_decoded_for_formats_that_cannot_hold_it(models, tmp_path):
     """Blocks are exact; an embedding of superblocks is rounded to the type of the model, where that is accepted."""
     from quantforge.formats.decoded import decode_checkpoint
 
@@ -107,7 +107,7 @@ def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
             assert "--requantize` rounds the decoded weights" in caught.value.hint
 
 
-def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(models, tmp_path):
+def test_an_awq_model_exports_to_gguf_exactly(models, tmp_path):
     a = tmp_path / "a"
     recipe = Recipe(method="awq", bits=4, calibration=CalibrationOptions(samples=4, length=24))
     model = models("llama-tied", dtype=torch.bfloat16, **WIDE)
@@ -123,7 +123,7 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     assert (stated.method, stated.bits) == ("awq", 4)  # the rounding, not the move
 
 
-def test_what_llama_cpp_does_otherwise_is_an_event_of_a_move_too(models, tmp_path):
+def test_tokenizer_differences_are_events_of_an_export(models, tmp_path):
     def nfc(tokenizer):
         tokenizer["normalizer"] = {"type": "NFC"}
 
@@ -141,14 +141,14 @@ def test_what_llama_cpp_does_otherwise_is_an_event_of_a_move_too(models, tmp_pat
         api.export(str(source), None, tmp_path / "c.gguf", strict, **moved)
 
 
-def test_a_file_states_no_recipe_where_none_is_known(models, tmp_path):
+def test_a_file_has_no_recipe_without_a_manifest(models, tmp_path):
     source = quantized(models("llama-tied"), tmp_path / "a", "int4:g32:sym")
     manifest.manifest_path(source).unlink()
     file = export(source, tmp_path / "b.gguf", None, allow_inexact=True)
     assert "quantforge.recipe" not in read_gguf(file).metadata
 
 
-def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, capsys):
+def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     """The codes of the linears stay what they are; what is rounded is said first, recorded, and can be kept."""
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **WIDE)
     name = "model.embed_tokens.weight"
@@ -177,7 +177,7 @@ def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, ca
     assert found == ["F16", "Q8_0"]
 
 
-def test_what_an_export_does_not_round(models, tmp_path):
+def test_export_does_not_round_untied_or_quantized_embeddings(models, tmp_path):
     """A head of its own and the embedding beside it, and an embedding that has codes already."""
     untied = quantized(models("llama", dtype=torch.float16, **WIDE), tmp_path / "a", "int4:g32:sym")
     file = export(untied, tmp_path / "a.gguf", None, policy=Policy(strict=True))
@@ -192,7 +192,7 @@ def test_what_an_export_does_not_round(models, tmp_path):
         export(untied, tmp_path / "x", None, format="gptq", embedding="int8:row")
 
 
-def test_numbers_that_no_block_has_are_refused_with_the_ways_out(models, tmp_path):
+def test_numbers_without_a_gguf_type_are_refused_with_hints(models, tmp_path):
     model = models("llama-tied")
     asymmetric = quantized(model, tmp_path / "a", "int4:g32:asym:f32")
     with pytest.raises(RefusedError, match="minima are not f16 numbers"):
@@ -207,7 +207,7 @@ def test_numbers_that_no_block_has_are_refused_with_the_ways_out(models, tmp_pat
     assert not (tmp_path / "x.gguf").exists()
 
 
-def test_a_second_quantization_starts_from_the_recorded_source_or_is_an_event(models, tmp_path):
+def test_requantization_uses_the_source_or_is_an_event(models, tmp_path):
     model = models("llama-tied")
     source = quantized(model, tmp_path / "a", "int4:g32:sym")
     again = export(source, tmp_path / "x.gguf", "Q8_0", source=str(model))
@@ -223,9 +223,7 @@ def test_a_second_quantization_starts_from_the_recorded_source_or_is_an_event(mo
     assert manifest.read_manifest(decoded)["event_counts"] == {"requantized": 1}
 
 
-def test_what_refuses_a_quantized_file_names_a_command_that_runs(
-    models, tmp_path, capsys, monkeypatch
-):
+def test_refused_quantized_files_get_a_command_that_works(models, tmp_path, capsys, monkeypatch):
     """The tokenizer that calibration reads, and the files of the result, come from the keys of the file."""
     monkeypatch.chdir(tmp_path)
     export(models("llama-tied", **WIDE), Path("m.gguf"), "Q4_K_S")
@@ -253,7 +251,7 @@ def test_what_refuses_a_quantized_file_names_a_command_that_runs(
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
-def test_a_tokenizer_comes_back_with_the_same_tokens(kind, models, tmp_path):
+def test_a_byte_level_tokenizer_round_trips_through_gguf(kind, models, tmp_path):
     from tokenizers import Tokenizer
 
     model = changed(models("llama-tied"), tmp_path / "m", "config.json")
@@ -267,7 +265,7 @@ def test_a_tokenizer_comes_back_with_the_same_tokens(kind, models, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_tokenizer_comes_back_with_the_same_tokens(prefix, models, tmp_path):
+def test_a_sentencepiece_tokenizer_round_trips_through_gguf(prefix, models, tmp_path):
     from tokenizers import Tokenizer
 
     model = changed(models("llama-tied", vocab_size=500), tmp_path / "m", "config.json")
@@ -302,7 +300,7 @@ def pieces_file(**changes: object) -> GgufFile:
         ({"add_bos_token": None, "add_eos_token": None}, [0, 4]),  # as llama.cpp, of pieces
     ],
 )  # fmt: skip
-def test_tokens_are_put_around_a_text_even_if_they_are_of_the_unused_kind(changes, expected):
+def test_bos_and_eos_are_added_even_if_marked_unused(changes, expected):
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_str(tokenizer_files(pieces_file(**changes))["tokenizer.json"].decode())
@@ -323,7 +321,7 @@ def test_a_sentencepiece_vocabulary_with_other_merges_is_refused(models, tmp_pat
     refused(RefusedError, "no merge gives", model, tmp_path)
 
 
-def test_one_file_is_made_from_another(models, tmp_path):
+def test_a_gguf_file_converts_to_another_type(models, tmp_path):
     model = models("llama-tied", **WIDE)
     wide = export(model, tmp_path / "f32.gguf", "F32")
     direct, by_way = (
@@ -345,7 +343,7 @@ def test_one_file_is_made_from_another(models, tmp_path):
         export(direct, tmp_path / "d.gguf", None)
 
 
-def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
+def test_decode_only_gguf_types_are_read(models, tmp_path):
     import gguf
     import numpy as np
 
@@ -391,13 +389,13 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])
-def test_types_that_need_an_importance_are_refused_without_one(kind, models):
+def test_types_that_need_importance_are_refused_without_it(kind, models):
     recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA)
     with pytest.raises(RefusedError, match="importance of its columns"):
         api.plan(str(models("llama-tied", **WIDE)), recipe)
 
 
-def test_a_mixture_of_lattices_goes_with_gptq_where_there_is_text():
+def test_iq2_xxs_with_calibration_text_plans_gptq():
     made = api.plan(str(DEMO), Recipe(format="gguf", type="IQ2_XXS"))
     assert "gptq" in " ".join(made.notes)
     assert {tensor.scheme.weight.grid for tensor in made.tensors if tensor.scheme} == {
@@ -407,13 +405,13 @@ def test_a_mixture_of_lattices_goes_with_gptq_where_there_is_text():
     }
 
 
-def test_a_scheme_of_a_lattice_is_that_of_all_linears():
+def test_an_iq_scheme_applies_to_all_linears():
     made = api.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
     grids = {t.scheme.weight.grid for t in made.tensors if t.scheme and "embed" not in t.name}
     assert grids == {"iq2_s"}
 
 
-def test_blocks_of_a_lattice_are_packed_again_as_they_are_and_decoded_where_asked(tmp_path, models):
+def test_iq3_s_blocks_are_decoded_for_plain_exports(tmp_path, models):
     source = models("llama-tied", **WIDE)
     file = export(source, tmp_path / "x.gguf", "IQ3_S")
     found, plain = (
@@ -430,7 +428,7 @@ def test_blocks_of_a_lattice_are_packed_again_as_they_are_and_decoded_where_aske
     torch.testing.assert_close(stored.float(), decoded.to(stored.dtype).float(), rtol=0, atol=0)
 
 
-def test_the_three_commands(tmp_path, capsys):
+def test_quantize_export_and_eval_read_each_others_results(tmp_path, capsys):
     """Quantize, export, evaluate: each result is the input of the next; a file is a model like any other."""
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.bfloat16, **WIDE)
     a, b, c = (tmp_path / name for name in ("a", "b.gguf", "c.gguf"))

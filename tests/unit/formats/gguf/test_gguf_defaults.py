@@ -28,7 +28,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_missing_keys_are_those_of_transformers(tiny: Tiny, family: str) -> None:
+def test_missing_config_keys_take_transformers_defaults(tiny: Tiny, family: str) -> None:
     config = config_of(tiny(family))
     bare = {key: value for key, value in config.items() if key not in KEYS}
     whole: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
@@ -40,7 +40,7 @@ def test_missing_keys_are_those_of_transformers(tiny: Tiny, family: str) -> None
         assert (got.keys, got.computed) == (expected.keys, expected.computed)
 
 
-def test_a_kind_of_rotary_positions_that_is_not_stated_is_plain(tiny: Tiny) -> None:
+def test_a_missing_rope_type_is_default(tiny: Tiny) -> None:
     """As in transformers, once a base is stated."""
     bases = {word: {"rope_theta": 1e4} for word in ("sliding_attention", "full_attention")}
     plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
@@ -53,7 +53,7 @@ def test_a_kind_of_rotary_positions_that_is_not_stated_is_plain(tiny: Tiny) -> N
     assert made[0] == made[1]
 
 
-def test_experts_that_are_not_normalised_are_refused_where_nothing_is_said(tiny: Tiny) -> None:
+def test_missing_norm_topk_prob_is_refused(tiny: Tiny) -> None:
     config = config_of(tiny("qwen3-moe")) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
     config.pop("norm_topk_prob", None)
     with pytest.raises(RefusedError, match="norm_topk_prob"):
@@ -93,7 +93,7 @@ SCALED = NAMES - LATENT - {"gemma4", "ministral3", "phi3"}
     ({"rope_type": "dynamic", "factor": 4.0}, set()),
     ({"rope_type": "default", "partial_rotary_factor": 0.75}, PARTIAL | LATENT),
 ], ids=lambda value: value.get("rope_type") if isinstance(value, dict) else "")  # fmt: skip
-def test_only_positions_that_the_graph_of_a_family_turns_are_written(
+def test_only_rope_scaling_supported_by_the_graph_is_written(
     rope: dict[str, Any], carried: set[str]
 ) -> None:
     found = set()
@@ -107,7 +107,7 @@ def test_only_positions_that_the_graph_of_a_family_turns_are_written(
     assert found == carried
 
 
-def test_two_counts_of_dimensions_that_rotate_are_refused() -> None:
+def test_contradicting_rotary_dimensions_are_refused() -> None:
     config = declared("minimax_m2") | {"rotary_dim": 16}
     assert translate_parameters(config).keys["minimax-m2.rope.dimension_count"] == u32_value(16)
     config["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -119,7 +119,7 @@ def test_two_counts_of_dimensions_that_rotate_are_refused() -> None:
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 ])  # fmt: skip
-def test_layers_that_slide_have_plain_positions(sliding: dict[str, Any]) -> None:
+def test_scaled_rope_in_sliding_layers_is_refused(sliding: dict[str, Any]) -> None:
     config = declared("gemma3")
     config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
                                  "sliding_attention": sliding}  # fmt: skip

@@ -59,7 +59,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("name", usual(sorted(gguf_models.FAMILIES), *KINDS))
-def test_every_tensor_and_setting_comes_back_as_it_was(name, models, tmp_path):
+def test_every_tensor_and_setting_round_trips_through_gguf(name, models, tmp_path):
     model = models(name)
     out = export(model, tmp_path / "x.gguf", "F32")
     from quantforge.formats.open_model import open_model
@@ -83,14 +83,14 @@ def test_every_tensor_and_setting_comes_back_as_it_was(name, models, tmp_path):
             assert after[key] == before[key], key
 
 
-def test_the_same_export_twice_has_the_same_bytes_whatever_the_output_is_called(models, tmp_path):
+def test_repeated_exports_have_the_same_bytes(models, tmp_path):
     model = models("llama-tied")
     first = export(model, tmp_path / "a.gguf")
     second = export(model, tmp_path / "b.gguf")
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_keys_say_what_the_model_is_where_it_comes_from_and_how_it_was_made(models, tmp_path):
+def test_metadata_keys_describe_model_origin_and_recipe(models, tmp_path):
     model = changed(
         models("llama-tied"), tmp_path / "m", "generation_config.json", eos_token_id=[1, 5]
     )
@@ -112,7 +112,7 @@ def test_keys_say_what_the_model_is_where_it_comes_from_and_how_it_was_made(mode
     assert "general.alignment" not in file.metadata
 
 
-def test_named_templates_are_keys_and_come_back_as_files(models, tmp_path):
+def test_named_chat_templates_round_trip_through_metadata_keys(models, tmp_path):
     named = {"default": "D", "tool_use": "T", "a-b": "{{ x }}\u00e9", "none": ""}
     listed = [{"name": name, "template": text} for name, text in named.items()]
     model = changed(
@@ -140,7 +140,7 @@ def test_named_templates_are_keys_and_come_back_as_files(models, tmp_path):
     assert loaded.chat_template == {"default": "D", "tool_use": "T", "a_b": "{{ x }}\u00e9"}
 
 
-def test_the_templates_of_a_file_are_compared_with_those_that_transformers_takes():
+def test_template_changes_compares_templates_as_transformers_reads_them():
     listed = [{"name": name, "template": name} for name in ("default", "a-b")]
     source = {"tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}
     source["chat_template.json"] = b'{"chat_template": "not taken"}'
@@ -156,7 +156,7 @@ def test_the_templates_of_a_file_are_compared_with_those_that_transformers_takes
         assert all(part in one for one, part in zip(told, found, strict=True))
 
 
-def test_templates_whose_names_have_one_key_are_refused(models, tmp_path):
+def test_template_names_with_the_same_key_are_refused(models, tmp_path):
     listed = [{"name": name, "template": name} for name in ("a-b", "a_b")]
     model = changed(
         models("llama-tied"), tmp_path / "m", "tokenizer_config.json", chat_template=listed
@@ -166,20 +166,20 @@ def test_templates_whose_names_have_one_key_are_refused(models, tmp_path):
         chat_templates(model)
 
 
-def test_a_template_whose_key_is_no_name_for_a_file_is_refused(models, tmp_path):
+def test_a_template_key_unusable_as_a_file_name_is_refused(models, tmp_path):
     file = read_gguf(export(models("llama-tied"), tmp_path / "x.gguf", "Q8_0"))
     metadata = {**file.metadata, "tokenizer.chat_template...": string_value("x")}
     with pytest.raises(InputError, match="no name for a file"):
         tokenizer_files(replace(file, metadata=metadata))
 
 
-def test_ends_beyond_the_vocabulary_are_no_tokens(tmp_path):
+def test_eos_ids_outside_the_vocabulary_are_ignored(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 1099511627776, 2, 3]}')
     found = special_ids({"a": 0, "b": 1, "c": 2, "d": 3}, {}, {}, tmp_path)
     assert found == {"eos": 2, "eot": 3}
 
 
-def test_what_is_kept_comes_back_in_the_shape_of_the_source():
+def test_unquantized_tensors_are_restored_to_the_source_shape():
     def plan(shape, stored, **values):
         stored = (StoredTensor("x", "F32", stored),)
         return TensorPlan("x", "F32", shape, Action.KEEP, "", outputs=stored, **values)
@@ -199,12 +199,12 @@ def test_what_is_kept_comes_back_in_the_shape_of_the_source():
     )
 
 
-def test_a_name_that_llama_cpp_takes_for_another_model_is_left_out(models, tmp_path):
+def test_model_names_that_mislead_llama_cpp_are_omitted(models, tmp_path):
     model = changed(models("llama-tied"), tmp_path / "my-Phi-3-mini", "config.json")
     assert "general.name" not in read_gguf(export(model, tmp_path / "x.gguf")).metadata
 
 
-def test_the_manifest_beside_the_file_describes_it(models, tmp_path):
+def test_the_manifest_of_a_gguf_file_lists_it(models, tmp_path):
     out = export(models("llama-tied"), tmp_path / "x.gguf")
     document = manifest.read_manifest(out)
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
@@ -212,7 +212,7 @@ def test_the_manifest_beside_the_file_describes_it(models, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"x.gguf", "x.gguf.quantforge.json"}
 
 
-def test_a_modelfile_names_the_file_its_context_and_its_ends(models, tmp_path):
+def test_a_modelfile_states_file_context_and_stop_tokens(models, tmp_path):
     settings = Settings(modelfile=True)
     recipe = Recipe(format="gguf", type="Q8_0", calibration=NO_DATA, scales="absmax")
     api.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
@@ -221,7 +221,7 @@ def test_a_modelfile_names_the_file_its_context_and_its_ends(models, tmp_path):
     assert set(manifest.read_manifest(tmp_path / "x.gguf")["outputs"]) == {"x.gguf", "x.Modelfile"}
 
 
-def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substituted_as_events(
+def test_rules_override_the_mixture_and_misfit_shapes_are_substituted(
     models,
 ):
     model = models("llama-tied")  # 64 columns
@@ -242,7 +242,7 @@ def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substitu
     assert "model.layers.0.self_attn.v_proj.weight" not in events
 
 
-def test_the_plan_is_the_file_to_the_byte(models, tmp_path):
+def test_the_plan_predicts_the_exact_file_size(models, tmp_path):
     model = models("llama-tied", **WIDE)
     plan = api.plan(
         str(model), Recipe(format="gguf", type="Q3_K_M", calibration=NO_DATA, scales="absmax")
@@ -255,7 +255,7 @@ def test_the_plan_is_the_file_to_the_byte(models, tmp_path):
     assert list(types) == sorted(types, key=lambda name: (name.startswith("blk"), name))
 
 
-def test_large_results_come_in_numbered_parts_that_are_read_as_one(models, tmp_path):
+def test_large_gguf_files_are_split_and_read_as_one(models, tmp_path):
     model = models("llama-tied")
     whole = export(model, tmp_path / "w.gguf", "F16")
     export(model, tmp_path / "x.gguf", "F16", max_shard_bytes=60_000)
@@ -277,7 +277,7 @@ def test_large_results_come_in_numbered_parts_that_are_read_as_one(models, tmp_p
 @pytest.mark.parametrize("name", usual(sorted(
     name for name in set(gguf_models.FAMILIES) - {"mixtral", "qwen3_moe"} if not name.startswith(("gemma4", "llama4"))
 ), "llama", "gemma3", "phi3", "gpt2", "granite", "cohere2"))  # fmt: skip
-def test_a_file_of_every_family_is_loaded_and_computes_what_its_source_does(name, models, tmp_path):
+def test_q8_0_files_of_every_family_compute_nearly_the_source_logits(name, models, tmp_path):
     from quantforge.runtime.load import load
 
     model = models(name)
@@ -289,7 +289,7 @@ def test_a_file_of_every_family_is_loaded_and_computes_what_its_source_does(name
     assert 0 < (found - expected).abs().max() < 0.15  # rounded to 8 bits, and nothing else
 
 
-def test_a_plan_counts_the_runs_of_rows_that_are_rounded_side_by_side():
+def test_planned_peak_memory_grows_with_threads():
     recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
     peaks = [
         api.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
@@ -299,7 +299,7 @@ def test_a_plan_counts_the_runs_of_rows_that_are_rounded_side_by_side():
     assert peaks[1] <= peaks[2] == peaks[3]
 
 
-def test_a_conversion_that_quantizes_nothing_says_so(tmp_path, capsys):
+def test_a_conversion_to_16_bits_reports_nothing_quantized(tmp_path, capsys):
     ended = command(
         capsys, "export", DEMO, "--format", "gguf", "--type", "BF16", "-o", tmp_path / "x.gguf"
     )

@@ -43,7 +43,7 @@ FOUND = Imatrix(
 TEXT = CalibrationOptions(samples=8, length=32)
 
 
-def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
+def test_importance_statistics_are_on_the_device_of_the_run():
     scheme = parse_layer("int4:g32:asym")
     one, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
     planned = SimpleNamespace(
@@ -61,7 +61,7 @@ def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x.dat"])
-def test_what_is_written_is_read(name, tmp_path):
+def test_imatrix_files_are_read_as_written(name, tmp_path):
     write_imatrix(tmp_path / name, FOUND)
     found = read_imatrix(tmp_path / name)
     assert (found.dataset, found.chunks) == ("builtin", 3)
@@ -69,7 +69,7 @@ def test_what_is_written_is_read(name, tmp_path):
         torch.testing.assert_close(found.entries[key].means, entry.means)
 
 
-def test_the_current_form_is_as_llama_cpp_writes_it(tmp_path):
+def test_the_gguf_imatrix_layout_matches_llama_cpp(tmp_path):
     write_imatrix(tmp_path / "x.gguf", FOUND)
     reader = gguf.GGUFReader(tmp_path / "x.gguf")
     assert "general.architecture" not in reader.fields
@@ -100,7 +100,7 @@ def by_gguf_py(path, tensors, **keys):
     writer.close()
 
 
-def test_one_matrix_and_a_stack_of_experts_are_read(tmp_path):
+def test_imatrix_entries_of_matrices_and_expert_stacks_are_read(tmp_path):
     tensors = {
         "blk.0.attn_q.weight.in_sum2": [3.5, 14, 0, 56],
         "blk.0.attn_q.weight.counts": [7],
@@ -117,7 +117,7 @@ def test_one_matrix_and_a_stack_of_experts_are_read(tmp_path):
     }
 
 
-def test_numbered_parts_are_refused_because_one_file_is_digested(tmp_path):
+def test_a_split_imatrix_file_is_refused(tmp_path):
     for number, name in enumerate("vw"):
         path = tmp_path / f"x-{number + 1:05}-of-00002.gguf"
         by_gguf_py(path, {f"{name}.in_sum2": [1], f"{name}.counts": [2]}, no=number, count=2)
@@ -126,13 +126,13 @@ def test_numbered_parts_are_refused_because_one_file_is_digested(tmp_path):
 
 
 @pytest.mark.parametrize("counts", [[3, 4], [[3, 4]], [[3], [4]]])
-def test_counts_of_another_number_of_matrices_are_refused(counts, tmp_path):
+def test_imatrix_counts_of_unexpected_shape_are_refused(counts, tmp_path):
     by_gguf_py(tmp_path / "x.gguf", {"w.in_sum2": [1, 2], "w.counts": counts})
     with pytest.raises(InputError, match="sums and counts"):
         read_imatrix(tmp_path / "x.gguf")
 
 
-def test_the_older_form_is_as_llama_cpp_writes_it(tmp_path):
+def test_the_legacy_imatrix_layout_matches_llama_cpp(tmp_path):
     write_imatrix(tmp_path / "x.dat", FOUND)
     data = (tmp_path / "x.dat").read_bytes()
     name = b"blk.0.attn_q.weight"
@@ -141,7 +141,7 @@ def test_the_older_form_is_as_llama_cpp_writes_it(tmp_path):
     assert data.endswith(struct.pack("<ii", 3, 7) + b"builtin")
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_damaged_imatrix_files_are_refused(tmp_path):
     path = tmp_path / "x.dat"
     write_imatrix(path, FOUND)
     whole = path.read_bytes()
@@ -179,7 +179,7 @@ def rounded(model, out, settings, **values):
     return read_gguf(out)
 
 
-def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, tmp_path):
+def test_imatrix_files_give_nearly_the_blocks_of_their_calibration(model, tmp_path):
     path = tmp_path / "x.gguf"
     api.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
     found = read_imatrix(path)
@@ -210,9 +210,7 @@ def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, t
     assert (blocks(with_file) == blocks(without)).float().mean() < same
 
 
-def test_importance_is_observed_in_the_precision_and_with_the_activations_that_are_asked_for(
-    model, tmp_path, monkeypatch
-):
+def test_make_imatrix_honors_precision_and_activation_settings(model, tmp_path, monkeypatch):
     def made(name, settings=None, **values):
         recipe = Recipe(format="gguf", calibration=replace(TEXT, **values))
         api.make_imatrix(str(model), recipe, tmp_path / name, settings or Settings())
@@ -233,7 +231,7 @@ def test_importance_is_observed_in_the_precision_and_with_the_activations_that_a
 
 
 @pytest.mark.parametrize("form", ["gguf", "compressed-tensors"])
-def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, monkeypatch):
+def test_importance_weighted_errors_do_not_depend_on_strips(form, model, tmp_path, monkeypatch):
     path, errors = tmp_path / "x.gguf", []
     api.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
     own = {"type": "Q4_K_M"} if form == "gguf" else {"scheme": "int4:g64:sym"}
@@ -249,7 +247,7 @@ def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, mon
     assert errors[1] == pytest.approx(errors[0], rel=1e-5)  # a manifest has six digits
 
 
-def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp_path):
+def test_importance_for_another_model_or_method_is_refused(model, tmp_path):
     path = tmp_path / "x.gguf"
     write_imatrix(path, FOUND)
     known = CalibrationOptions(source="imatrix:x.gguf")
@@ -276,9 +274,7 @@ def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp
     assert not (tmp_path / "a.gguf").exists()
 
 
-def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
-    model, tmp_path, capsys
-):
+def test_imatrix_with_gptq_is_refused_before_it_is_made(model, tmp_path, capsys):
     path = tmp_path / "new.gguf"
     options = ("--format", "gguf", "--type", "Q4_K_M", "--method", "gptq", "--imatrix", path)
     ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
@@ -290,9 +286,7 @@ def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
     ("name", "options"), [("a", ("--format", "plain")), ("a.gguf", ("--type", "F16"))]
 )
 @pytest.mark.parametrize("there", [True, False])
-def test_where_nothing_is_rounded_a_file_is_refused_and_none_is_made(
-    model, tmp_path, capsys, name, options, there
-):
+def test_imatrix_is_refused_when_nothing_is_rounded(model, tmp_path, capsys, name, options, there):
     path = tmp_path / "new.gguf"
     if there:
         write_imatrix(path, FOUND)
@@ -328,9 +322,7 @@ def of_layers(path, blocks, *others):
     return path
 
 
-def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_needs_them(
-    model, tmp_path, capsys
-):
+def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, capsys):
     path, out = of_layers(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
     planned = api.plan(model, KNOWN, Settings(imatrix=path)).substitutions
     (event,) = [one for one in planned if one.kind == "importance-incomplete"]
@@ -351,7 +343,7 @@ def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_ne
     assert not out.exists()
 
 
-def test_a_file_of_more_layers_is_of_another_model_and_strange_names_are_noted(model, tmp_path):
+def test_imatrix_with_more_layers_is_refused_and_unknown_names_noted(model, tmp_path):
     more = of_layers(tmp_path / "more.gguf", 4)
     with pytest.raises(InputError, match="importance of 4 layers, the model has 3"):
         api.plan(model, KNOWN, Settings(imatrix=more))

@@ -17,7 +17,7 @@ from tests.runs import StopError, crash_after, leftovers
 from tests.thorough import further
 
 
-def test_nothing_is_replaced_that_is_not_ours(models, tmp_path):
+def test_foreign_files_are_never_overwritten(models, tmp_path):
     model, out = models("llama-tied"), tmp_path / "x.gguf"
     out.write_bytes(b"precious")
     with pytest.raises(RefusedError, match="exists"):
@@ -37,7 +37,7 @@ def test_nothing_is_replaced_that_is_not_ours(models, tmp_path):
         export(model, model / "x.gguf")
 
 
-def test_an_interrupted_run_leaves_no_file_and_goes_on(models, tmp_path):
+def test_an_interrupted_gguf_export_leaves_no_file_and_resumes(models, tmp_path):
     model, out = models("llama-tied"), tmp_path / "x.gguf"
     reference = export(model, tmp_path / "y.gguf")
     with pytest.raises(StopError):
@@ -51,7 +51,7 @@ def test_an_interrupted_run_leaves_no_file_and_goes_on(models, tmp_path):
 @pytest.mark.parametrize(
     ("name", "method"), [further("llama", "awq+gptq"), ("gpt2", "gptq"), ("gemma2", "gptq")]
 )
-def test_a_calibrated_run_goes_on_from_what_it_had_written(name, method, models, tmp_path):
+def test_a_calibrated_gguf_run_resumes_with_the_same_bytes(name, method, models, tmp_path):
     text = CalibrationOptions(samples=4, length=24)
     values = {"method": method, "calibration": text, "type": "Q4_0", "gptq": GptqOptions(refine=0)}
 
@@ -65,7 +65,7 @@ def test_a_calibrated_run_goes_on_from_what_it_had_written(name, method, models,
     assert run(tmp_path / "b.gguf").read_bytes() == whole.read_bytes()
 
 
-def test_a_full_disk_leaves_the_earlier_file_as_it_was(models, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_earlier_gguf_file(models, tmp_path, monkeypatch):
     model, out = models("llama-tied"), tmp_path / "x.gguf"
     export(model, out)
     before = out.read_bytes()

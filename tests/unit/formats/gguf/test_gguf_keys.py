@@ -46,7 +46,7 @@ def whole(name: str, **changes: object) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value != ABSENT}
 
 
-def test_a_family_that_is_made_of_another_does_not_take_its_name_in_llama_cpp() -> None:
+def test_derived_families_do_not_share_a_gguf_declaration() -> None:
     """`replace` hands on what a family declares; only wholes beside a tower are what their decoder is."""
     homes: dict[int, list[str]] = {}
     for name in declared_families():
@@ -80,7 +80,7 @@ def outcome(config: Mapping[str, Any]) -> object:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_key_that_transformers_has_is_accounted_for(name: str) -> None:
+def test_every_config_key_of_transformers_is_read_or_listed(name: str) -> None:
     """A new key of transformers is not overlooked: it is either read here, or said to change nothing."""
     config = whole(name)
     plain = outcome(config)
@@ -123,7 +123,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_po
     *((name, {"num_hidden_layers": 27}, "q_lora_rank = 32") for name in ("deepseek_v2", "deepseek_v3")),
     *((name, {"head_dim": 32}, "head_dim 32") for name in ("starcoder2", "lfm2", "lfm2_moe")),
 ], ids=str)  # fmt: skip
-def test_a_key_that_no_graph_obeys_is_refused_by_its_name(
+def test_config_values_no_graph_supports_are_refused_by_name(
     name: str, changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(RefusedError, match=f"{match}.*cannot be carried by a GGUF file"):

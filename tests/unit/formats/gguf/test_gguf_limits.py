@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "m.gguf"
 
 
-def test_a_file_of_nothing(path):
+def test_a_gguf_file_may_be_empty(path):
     """A header alone, with the padding that writers add to it or without."""
     for size in (24, 32):
         assert read(path, header(0, 0), size).tensors == {}
@@ -63,13 +63,13 @@ def test_a_file_of_nothing(path):
         (1000, 0, 32_000, False), (1000, 0, 31_999, True), (0, 1000, 13_000, False), (0, 1000, 12_999, True),
     ],
 )  # fmt: skip
-def test_as_many_tensors_and_keys_as_fit_into_the_file(path, tensors, keys, size, refused):
+def test_tensor_and_key_counts_are_limited_by_the_file_size(path, tensors, keys, size, refused):
     """The zeros behind the header are a first key or name of no bytes, if it comes to that."""
     said = f"{tensors} tensors in" if tensors else f"{keys} keys in"
     assert (said in why(path, header(tensors, keys), 24 + size)) == refused
 
 
-def test_a_key_of_65535_bytes(path):
+def test_the_key_length_limit_is_65535_bytes(path):
     longest = "k" * 65535
     assert list(read(path, header(0, 1) + key(longest, 4, bytes(4))).metadata) == [longest]
     message = why(path, header(0, 1) + key(longest + "k", 4, bytes(4)))
@@ -77,7 +77,7 @@ def test_a_key_of_65535_bytes(path):
 
 
 @pytest.mark.parametrize(("kind", "width"), [(8, 8), (0, 1), (5, 4), (11, 8)])
-def test_an_array_may_fill_the_file_and_go_no_further(path, kind, width):
+def test_an_array_must_fit_into_the_file(path, kind, width):
     def data(count: int) -> bytes:
         return header(0, 1) + key("a", 9, struct.pack("<iQ", kind, count)) + bytes(width * 3)
 
@@ -85,7 +85,7 @@ def test_an_array_may_fill_the_file_and_go_no_further(path, kind, width):
     assert f"an array of 4 values in {3 * width} bytes" in why(path, data(4))
 
 
-def test_arrays_of_6_million_values_in_all(path, monkeypatch):
+def test_the_total_of_array_values_is_limited(path, monkeypatch):
     assert reader.MAX_VALUES == 6_000_000
     monkeypatch.setattr(reader, "MAX_VALUES", 1000)
     two = [
@@ -98,7 +98,7 @@ def test_arrays_of_6_million_values_in_all(path, monkeypatch):
     assert "'b': an array of 401 values" in why(path, header(0, 2) + b"".join(two))
 
 
-def test_a_header_of_128_mb(path, monkeypatch):
+def test_the_gguf_header_size_is_limited(path, monkeypatch):
     assert reader.MAX_HEADER_BYTES == 1 << 27
     data = header(0, 1) + key("a", 8, string("x" * 100))
     monkeypatch.setattr(reader, "MAX_HEADER_BYTES", len(data))
@@ -107,7 +107,7 @@ def test_a_header_of_128_mb(path, monkeypatch):
     assert "100 bytes expected" in why(path, data)
 
 
-def test_a_header_is_read_in_runs(path, monkeypatch):
+def test_strings_across_read_chunks_are_read(path, monkeypatch):
     """Strings that end with a run, go over its end, are longer than one, and begin one."""
     monkeypatch.setattr(reader, "_READ_BYTES", 64)
     texts = ["a" * n for n in (*range(40), 63, 64, 65, 200, 3)]
@@ -116,7 +116,7 @@ def test_a_header_is_read_in_runs(path, monkeypatch):
     assert [value.value for value in found.metadata.values()] == texts
 
 
-def test_a_file_that_is_cut_while_its_header_is_read(path, monkeypatch):
+def test_a_gguf_file_truncated_while_being_read_is_noticed(path, monkeypatch):
     path.write_bytes(header(0, 1) + key("a", 8, string("text")))
     pread = os.pread
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_a_file_that_is_cut_while_its_header_is_read(path, monkeypatch):
 
 
 @pytest.mark.parametrize("alignment", [8, 32, 1 << 16])
-def test_alignments_that_are_kept(path, alignment):
+def test_valid_alignments_are_honored(path, alignment):
     table = [info("v", (8,)), info("w", (8,), offset=max(alignment, 32))]
     head = header(2, 1) + key(ALIGNMENT, 4, struct.pack("<I", alignment)) + b"".join(table)
     data = -(-len(head) // alignment) * alignment
@@ -136,12 +136,12 @@ def test_alignments_that_are_kept(path, alignment):
 
 
 @pytest.mark.parametrize("alignment", [4, 24, 1 << 17])
-def test_alignments_that_are_refused(path, alignment):
+def test_invalid_alignments_are_refused(path, alignment):
     data = file([info("w", (8,))], [key(ALIGNMENT, 4, struct.pack("<I", alignment))])
     assert f"general.alignment = {alignment}" in why(path, data)
 
 
-def test_shapes(path):
+def test_limits_of_gguf_tensor_sizes(path):
     assert read(path, file([info("w", (2, 1, 2, 4))])).tensors["w"].shape == (4, 2, 1, 2)
     for last, message in (((1 << 48) - 1, "ends at byte"), (1 << 48, "sizes [281474976710656]")):
         assert message in why(path, file([info("w", (last,), 24)]))
@@ -152,7 +152,7 @@ def test_shapes(path):
         assert message in why(path, file([info("w", (1 << 28, last), 24)]))
 
 
-def test_values_are_of_the_type_asked_for(path):
+def test_metadata_values_are_checked_against_the_requested_type(path):
     write(
         path, {"n": u32_value(5), "b": bool_value(True), "f": MetadataValue(ValueType.F32, 0.5)}, []
     )
@@ -169,7 +169,7 @@ def test_values_are_of_the_type_asked_for(path):
             found.value(name, kind)
 
 
-def test_blocks_are_bytes_and_plain_types_what_they_are(path):
+def test_raw_entries_are_bytes_for_block_types(path):
     write(
         path, {}, [GgufTensor("w", "F32", (2, 3, 8)), GgufTensor("q", "Q8_0", (2, 3, 64))], fill=1
     )
@@ -179,7 +179,7 @@ def test_blocks_are_bytes_and_plain_types_what_they_are(path):
     ]  # fmt: skip
 
 
-def test_what_begins_like_gguf_is_gguf(path):
+def test_gguf_files_are_recognized_by_their_header(path):
     path.write_bytes(header(0, 0))
     assert is_gguf(path)
     path.write_bytes(b"GGU")
@@ -196,7 +196,7 @@ def parts(path: Path, *stated: tuple[int, int]) -> Path:
     return path.with_name(f"m-00001-of-{len(stated):05}.gguf")
 
 
-def test_numbered_parts(path):
+def test_split_gguf_parts_are_checked(path):
     assert list(read_gguf(parts(path, (0, 1))).tensors) == ["w0"]
     for stated in (((0, 2), (0, 2)), ((0, 2), (1, 3))):
         with pytest.raises(InputError, match=r"00002-of-00002.*: says to be another part"):

@@ -61,7 +61,7 @@ TABLE = {
 @pytest.mark.parametrize(
     ("mixture", "shape"), TABLE, ids=lambda value: getattr(value, "kv_heads", value)
 )
-def test_every_tensor_of_sixteen_blocks_has_the_type_that_llama_cpp_gives_it(mixture, shape):
+def test_k_quant_mixtures_assign_the_types_of_llama_cpp(mixture, shape):
     chosen = assign_types(mixture, tensors(16), shape)
     values, down, attention, output = TABLE[mixture, shape]
     base = MIXTURES[mixture][1]
@@ -180,7 +180,7 @@ LATTICES = {
 
 
 @pytest.mark.parametrize(("mixture", "shape"), LATTICES)
-def test_mixtures_of_lattices(mixture, shape):
+def test_iq_mixtures_assign_the_types_of_llama_cpp(mixture, shape):
     chosen = assign_types(mixture, tensors(16), shape)
 
     def of(layer: str) -> str:
@@ -198,7 +198,7 @@ def test_mixtures_of_lattices(mixture, shape):
     assert (chosen["output.weight"], chosen["token_embd.weight"]) == (output, embedding)
 
 
-def test_experts_change_mixtures_of_lattices():
+def test_experts_change_iq_mixtures():
     eight, four = ModelShape(16, 32, 32, experts=8), ModelShape(16, 32, 32, experts=4)
     low = assign_types("IQ2_XXS", tensors(16, moe=True), eight)
     assert (low["blk.3.attn_v.weight"], low["blk.3.attn_k.weight"]) == ("Q4_K", "Q4_K")
@@ -213,25 +213,25 @@ def test_experts_change_mixtures_of_lattices():
     ]
 
 
-def test_counters_count_blocks_of_other_depths():
+def test_mixtures_follow_the_number_of_blocks():
     chosen = assign_types("Q4_K_M", tensors(4), ModelShape(4, 4, 2))
     assert letters(chosen, "attn_v") == letters(chosen, "ffn_down") == "4466"
     chosen = assign_types("Q4_K_M", tensors(32), ModelShape(32, 32, 8))
     assert letters(chosen, "ffn_down") == "6666" + "446" * 8 + "6666"
 
 
-def test_a_tied_embedding_is_the_output_matrix():
+def test_a_tied_embedding_gets_the_type_of_the_output_matrix():
     assert assign_types("Q4_K_M", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q6_K"
     assert assign_types("Q8_0", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q8_0"
     assert assign_types("F16", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "F16"
 
 
-def test_a_fused_projection_counts_as_values():
+def test_a_fused_qkv_projection_gets_the_type_of_values():
     chosen = assign_types("Q4_K_M", tensors(8, fused=True), ModelShape(8, 32, 32))
     assert letters(chosen, "attn_qkv") == letters(chosen, "ffn_down") == "64464466"
 
 
-def test_eight_experts_raise_attention():
+def test_eight_experts_raise_attention_types():
     shape = ModelShape(layers=16, heads=32, kv_heads=8, experts=8)
     chosen = assign_types("Q4_K_M", tensors(16, moe=True), shape)
     assert letters(chosen, "attn_v") == letters(chosen, "attn_k") == "0" * 16
@@ -241,7 +241,7 @@ def test_eight_experts_raise_attention():
     assert letters(four, "attn_output") == "4" * 16
 
 
-def test_seventy_billion_weights_raise_values():
+def test_70b_models_raise_the_type_of_values():
     chosen = assign_types("Q4_K_M", tensors(80), ModelShape(80, 64, 8))
     assert set(letters(chosen, "attn_v")) == {"5", "6"}
     assert set(letters(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 8)), "attn_v")) == {
@@ -252,7 +252,7 @@ def test_seventy_billion_weights_raise_values():
     }
 
 
-def test_importance_changes_what_is_raised():
+def test_importance_changes_which_layers_are_raised():
     def down(mixture: str, importance: bool) -> list[str]:
         chosen = assign_types(mixture, tensors(16), ModelShape(16, 32, 32, importance=importance))
         return [chosen[f"blk.{block}.ffn_down.weight"] for block in range(16)]
@@ -264,7 +264,7 @@ def test_importance_changes_what_is_raised():
     assert down("Q4_0", False) == ["Q4_0"] * 16
 
 
-def test_columns_that_do_not_fit_get_the_type_that_llama_cpp_falls_back_to():
+def test_misfit_columns_fall_back_like_llama_cpp():
     pairs = {
         "Q2_K": "Q4_0",
         "Q3_K": "Q4_0",
@@ -283,7 +283,7 @@ def test_columns_that_do_not_fit_get_the_type_that_llama_cpp_falls_back_to():
     assert assign_types("Q4_K_M", [("output.weight", 96)], GROUPED)["output.weight"] == "Q8_0"
 
 
-def test_what_is_stored_as_float32_in_every_mixture():
+def test_norms_biases_and_routers_are_always_float32():
     always = (
         "blk.0.attn_norm.weight",
         "blk.0.attn_q.bias",
@@ -295,7 +295,7 @@ def test_what_is_stored_as_float32_in_every_mixture():
     assert not always_float32("blk.0.attn_q.weight", 2)
 
 
-def test_the_order_is_by_block_and_name():
+def test_gguf_tensors_are_ordered_by_block_and_name():
     names = [
         "blk.10.a",
         "output.weight",

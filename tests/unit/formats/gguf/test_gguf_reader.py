@@ -171,7 +171,7 @@ WHY: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_damaged_or_hostile_file_is_refused_at_once_and_by_name(name, tmp_path):
+def test_damaged_or_hostile_gguf_files_are_refused_at_once(name, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(BAD[name])
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -191,7 +191,7 @@ def test_a_string_may_end_with_the_file(tmp_path: Path) -> None:
     assert read_gguf(path).metadata["a"].value == "to the last byte"
 
 
-def test_a_system_that_reads_less_than_it_is_asked_for(
+def test_short_preads_of_a_gguf_header_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -203,7 +203,7 @@ def test_a_system_that_reads_less_than_it_is_asked_for(
     assert read_gguf(path) == whole
 
 
-def test_a_link_a_pipe_and_a_missing_file_are_refused(tmp_path):
+def test_links_pipes_and_missing_gguf_files_are_refused(tmp_path):
     import os
 
     os.mkfifo(tmp_path / "pipe")
@@ -213,7 +213,7 @@ def test_a_link_a_pipe_and_a_missing_file_are_refused(tmp_path):
             read_gguf(tmp_path / name)
 
 
-def test_names_of_63_bytes_are_read_and_written_and_64_are_not_written(tmp_path):
+def test_tensor_names_are_limited_to_63_bytes(tmp_path):
     write(tmp_path / "x", {}, [GgufTensor("w" * 63, "F32", (8,))])
     assert list(read_gguf(tmp_path / "x").tensors) == ["w" * 63]
     with pytest.raises(InputError, match="64 bytes"):
@@ -264,7 +264,7 @@ SHAPES = st.tuples(
     keys=KEYS,
     shapes=st.dictionaries(st.from_regex(r"[a-z0-9._]{1,63}", fullmatch=True), SHAPES, max_size=5),
 )
-def test_what_is_written_is_what_gguf_py_and_our_reader_read(keys, shapes, tmp_path_factory):
+def test_written_files_are_read_alike_by_gguf_py(keys, shapes, tmp_path_factory):
     keys.pop("general.alignment", None)
     keys.pop("split.count", None)
     tensors = []
@@ -289,7 +289,7 @@ def test_what_is_written_is_what_gguf_py_and_our_reader_read(keys, shapes, tmp_p
         assert (tensor.data_offset, tensor.n_bytes) == (entry.start, entry.end - entry.start)
 
 
-def test_what_gguf_py_writes_is_read(tmp_path):
+def test_files_written_by_gguf_py_are_read(tmp_path):
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint32("a", 3)
@@ -315,9 +315,7 @@ def test_what_gguf_py_writes_is_read(tmp_path):
 
 @settings(max_examples=150, deadline=None)
 @given(place=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 600))
-def test_a_changed_byte_or_a_cut_is_read_as_gguf_py_reads_it_or_refused(
-    place, value, cut, tmp_path_factory
-):
+def test_damaged_files_are_refused_or_read_like_gguf_py(place, value, cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
     keys = {"general.architecture": string_value("llama"), "n": u32_value(5), "b": bool_value(True),
             "t": array_value(ValueType.STRING, ["a", "bc"])}  # fmt: skip
@@ -336,7 +334,7 @@ def test_a_changed_byte_or_a_cut_is_read_as_gguf_py_reads_it_or_refused(
         assert tensor.data_offset == found.tensors[tensor.name].start
 
 
-def test_parts_are_one_file_whichever_is_named_and_must_all_be_there(tmp_path):
+def test_split_parts_are_read_as_one_and_must_be_complete(tmp_path):
     def part(number: int, count: int, name: str, total: int = 2) -> dict[str, MetadataValue]:
         keys = {"split.no": MetadataValue(ValueType.U16, number), "split.count": MetadataValue(ValueType.U16, count),
                 "split.tensors.count": MetadataValue(ValueType.I32, total)}  # fmt: skip

@@ -58,7 +58,7 @@ def blocks_by_ggml(tensor, plain, importance):
 
 @pytest.mark.parametrize("known", [further(False), True])
 @pytest.mark.parametrize("name", usual(MODELS, "llama-tied", "mixtral"))
-def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
+def test_reference_scales_give_the_bytes_of_ggml(name, known, tmp_path):
     kind, sizes = MODELS[name]
     source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
     plain = export(source, tmp_path / "plain.gguf", "F32")
@@ -78,7 +78,7 @@ def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
     assert len(types) > 1
 
 
-def test_what_calibration_observes_is_taken_as_an_importance_matrix_is(model, tmp_path):
+def test_reference_scales_use_calibration_like_an_imatrix(model, tmp_path):
     text = CalibrationOptions(samples=8, length=32)
     recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=text)
     api.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
@@ -95,7 +95,7 @@ def test_what_calibration_observes_is_taken_as_an_importance_matrix_is(model, tm
     assert (a == c).float().mean() < 0.99
 
 
-def test_the_command_line_takes_it(model, tmp_path, capsys):
+def test_the_command_line_accepts_reference_scales(model, tmp_path, capsys):
     options = ("--format", "gguf", "--type", "Q4_1", "--scales", "reference")
     quantize = ("quantize", model, *options, "--calibration", "none", "-o", tmp_path / "a.gguf")
     assert command(capsys, *quantize).code == 0
@@ -110,7 +110,7 @@ def test_the_command_line_takes_it(model, tmp_path, capsys):
     assert a != c
 
 
-def test_it_is_refused_where_llama_cpp_has_no_such_quantizer(model, tmp_path, capsys):
+def test_reference_scales_are_refused_without_a_llama_cpp_quantizer(model, tmp_path, capsys):
     for values, match in (
         ({"method": "gptq", "format": "gguf", "type": "Q4_0"}, "plainly, without gptq"),
         ({"method": "awq", "format": "gguf", "type": "Q4_0"}, "plainly, without awq"),
@@ -125,7 +125,7 @@ def test_it_is_refused_where_llama_cpp_has_no_such_quantizer(model, tmp_path, ca
 
 
 @pytest.mark.thorough
-def test_a_quantized_model_is_not_given_other_scales_silently(model, tmp_path, capsys):
+def test_scales_option_is_refused_for_quantized_models(model, tmp_path, capsys):
     made = tmp_path / "q"
     assert command(capsys, "quantize", model, "--bits", 4, "-o", made, *ROWS).code == 0
     wanted = ("--format", "gguf", "--scales", "reference", "-o", tmp_path / "x.gguf")

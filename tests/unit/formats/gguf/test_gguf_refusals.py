@@ -21,7 +21,7 @@ from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
 
 
-def test_families_and_settings_that_a_file_cannot_carry_are_refused(models, tmp_path, tiny):
+def test_families_and_settings_unsupported_by_gguf_are_refused(models, tmp_path, tiny):
     refused(RefusedError, "model_type 'opt'.*not written", tiny("opt"), tmp_path)
     for name, values, match in (
         ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar = 77"),
@@ -40,18 +40,18 @@ def test_families_and_settings_that_a_file_cannot_carry_are_refused(models, tmp_
 
 
 @pytest.mark.parametrize(("family", "said"), [("glm4-moe", True), ("llama", False)])
-def test_a_plan_says_which_files_are_not_read_back(family, said, tiny):
+def test_a_plan_notes_gguf_files_that_cannot_be_read_back(family, said, tiny):
     plan = api.plan(str(tiny(family)), Recipe(format="gguf", type="Q8_0", scales="absmax"))
     assert (UNREAD in plan.notes) is said
 
 
-def test_tensors_that_the_graph_has_no_place_for_are_refused(tmp_path, tiny):
+def test_tensors_unknown_to_the_llama_cpp_graph_are_refused(tmp_path, tiny):
     refused(
         RefusedError, r"no place in llama.cpp's gemma2: .*k_proj.bias", tiny("gemma2"), tmp_path
     )
 
 
-def test_tokenizers_that_do_not_fit_are_refused(models, tmp_path):
+def test_unsupported_tokenizers_are_refused(models, tmp_path):
     source = models("llama-tied")
 
     def with_change(name: str, change: object) -> Path:
@@ -81,7 +81,7 @@ def test_tokenizers_that_do_not_fit_are_refused(models, tmp_path):
     refused(InputError, "not JSON", bare, tmp_path)
 
 
-def test_a_vocabulary_smaller_than_the_embedding_is_filled_up(models, tmp_path):
+def test_a_vocabulary_smaller_than_the_embedding_is_padded(models, tmp_path):
     model = edited(models("llama-tied"), tmp_path / "m", lambda it: it["model"]["vocab"].popitem())
     model = edited(model, tmp_path / "n", lambda it: it["model"]["merges"].pop())
     file = read_gguf(export(model, tmp_path / "x.gguf"))
@@ -89,7 +89,7 @@ def test_a_vocabulary_smaller_than_the_embedding_is_filled_up(models, tmp_path):
     assert file.value("tokenizer.ggml.token_type", list)[319] == 5
 
 
-def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
+def test_values_out_of_range_of_gguf_types_are_refused(tmp_path):
     for value, kind, match in (
         (float("nan"), "Q8_0", "nan"),
         (float("inf"), "F16", "inf"),
@@ -106,7 +106,7 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
         assert not (tmp_path / "x.gguf").exists()
 
 
-def test_a_type_is_for_gguf_alone(models):
+def test_type_options_belong_to_gguf(models):
     for values in ({"type": "Q4_K_M"}, {"pre_tokenizer": "qwen2"}):
         with pytest.raises(UsageError, match="belong to GGUF"):
             api.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
@@ -121,7 +121,7 @@ def test_a_type_is_for_gguf_alone(models):
     assert kinds == {"q5_k", "q5_1"}  # 128 columns of the output of attention
 
 
-def test_names_that_llama_cpp_does_not_load_are_refused():
+def test_overlong_or_duplicate_tensor_names_are_refused():
     long, short = (GgufTensor("w" * length, "F32", (1,)) for length in (64, 63))
     with pytest.raises(InputError, match=r"a name of 64 bytes, llama\.cpp takes 63"):
         file_plan("x.gguf", {}, [long])
@@ -130,7 +130,7 @@ def test_names_that_llama_cpp_does_not_load_are_refused():
     assert file_plan("x.gguf", {}, [short]).size
 
 
-def test_experts_that_are_missing_are_refused(models, tmp_path):
+def test_missing_experts_are_refused(models, tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = changed(models("mixtral"), tmp_path / "m", "config.json")
@@ -141,7 +141,7 @@ def test_experts_that_are_missing_are_refused(models, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "Q4_0"])
-def test_scales_that_overflow_are_refused_and_ones_that_vanish_are_events(kind, tmp_path):
+def test_overflowing_scales_are_refused_and_vanishing_ones_events(kind, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for factor in (1e10, 1e-9):
@@ -161,7 +161,7 @@ def test_scales_that_overflow_are_refused_and_ones_that_vanish_are_events(kind, 
             assert clamped == ["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
+def test_a_dropped_sliding_window_is_an_event(models, tmp_path):
     for number, (values, events) in enumerate((
         ({"use_sliding_window": True, "sliding_window": 16}, 1),
         ({"use_sliding_window": False, "sliding_window": 16}, 0),
@@ -207,7 +207,7 @@ ABSENT = object()
                    "max_window_layers": 1, "max_position_embeddings": 32768}, 1),
     ],
 )  # fmt: skip
-def test_windows_are_those_that_transformers_reads(models, tmp_path, family, values, events):
+def test_sliding_window_events_follow_transformers(models, tmp_path, family, values, events):
     given = {key: value for key, value in values.items() if value is not ABSENT}
     model = changed(models(family), tmp_path / "m", "config.json", **given)
     config = json.loads((model / "config.json").read_text())
@@ -228,7 +228,7 @@ def test_an_epsilon_is_a_small_number(models, tmp_path, value):
         api.plan(str(model), Recipe(format="gguf", type="Q4_K_M"))
 
 
-def test_what_a_file_cannot_do_for_a_layer_is_never_left_out_silently(models):
+def test_unsupported_gguf_head_and_input_schemes_are_refused(models):
     """A tied head is no tensor of its own there, and the inputs of no layer are quantized."""
     tied = str(models("llama-tied"))
     for head, embedding in (("q8_0", "keep"), ("q8_0", "q6_k")):

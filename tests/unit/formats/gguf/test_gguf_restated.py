@@ -62,7 +62,7 @@ def with_weights(model: Any, source: Checkpoint, *, transposed: bool) -> Any:
 
 @pytest.mark.parametrize("name", usual(NAMES, "gemma4", "gemma4-moe", "llama4"))
 @pytest.mark.parametrize("kind", ["Q4_0", *usual(["F16", "Q6_K"])])
-def test_what_is_read_computes_what_transformers_computes_with_its_weights(
+def test_loaded_gguf_files_compute_the_logits_of_transformers(
     name: str, kind: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -100,7 +100,7 @@ def planted(file: Path, tensor: str) -> Path:
     ("llama4", ("blk.1.ffn_gate_exps.weight", "blk.3.ffn_down_exps.weight", "blk.0.attn_q.weight",
                 "blk.1.ffn_gate_inp.weight", "blk.3.ffn_up_shexp.weight")),
 ])  # fmt: skip
-def test_a_file_is_held_to_its_source_and_a_scaled_tensor_is_found(
+def test_verify_finds_a_scaled_tensor_in_a_gguf_file(
     name: str, tensors: tuple[str, ...], models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = models(name)
@@ -114,7 +114,7 @@ def test_a_file_is_held_to_its_source_and_a_scaled_tensor_is_found(
         assert all(item.check != "manifest" for item in found)
 
 
-def test_the_commands_take_such_files(
+def test_verify_and_eval_accept_llama4_gguf_files(
     models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = models("llama4")
@@ -151,7 +151,7 @@ def changed(file: GgufFile, **values: Any) -> GgufFile:
     ("llama4", {"interleave_moe_layer_step": None}, InputError, "interleave_moe_layer_step"),
     ("llama4", {"expert_count": None}, InputError, "expert_count"),
 ])  # fmt: skip
-def test_keys_that_no_configuration_says_are_refused_by_name(
+def test_gguf_keys_without_a_configuration_are_refused_by_name(
     name: str, values: dict[str, Any], kind: type[Exception], told: str,
     models: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -160,7 +160,7 @@ def test_keys_that_no_configuration_says_are_refused_by_name(
         config_from_keys(changed(file, **values))
 
 
-def test_what_other_converters_leave_out_or_state_once(
+def test_omitted_or_scalar_keys_of_other_converters_are_read(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     file = read_gguf(export(models("gemma4-equal"), tmp_path / "x.gguf", "F32"))
@@ -175,7 +175,7 @@ def test_what_other_converters_leave_out_or_state_once(
     )
 
 
-def test_the_published_frequencies_of_llama_4_come_back(
+def test_llama4_rope_parameters_round_trip_through_gguf(
     models: Callable[..., Path], tmp_path: Path
 ) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
@@ -188,7 +188,7 @@ def test_the_published_frequencies_of_llama_4_come_back(
 
 
 @pytest.mark.parametrize("kind", ["F32", *usual(["Q8_0"])])
-def test_gates_that_are_one_matrix_with_what_they_weigh_are_read_apart(
+def test_fused_gate_up_expert_tensors_are_split(
     kind: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """As llama.cpp's converter writes the experts of Gemma 4."""
@@ -208,7 +208,7 @@ def test_gates_that_are_one_matrix_with_what_they_weigh_are_read_apart(
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (3, 64, 64), (16, 64, 64), (4, 65, 64)])
-def test_a_stack_of_another_number_of_matrices_is_refused(
+def test_expert_stacks_of_unexpected_shape_are_refused(
     shape: tuple[int, ...], models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = export(models("gemma4-moe"), tmp_path / "x.gguf", "F32")
@@ -247,7 +247,7 @@ def joined(file: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "F16"])
 @pytest.mark.parametrize("name", ["gemma4-moe", "llama4"])
-def test_experts_that_loaders_look_for_in_one_tensor_are_not_decoded_one_by_one(
+def test_decoding_experts_one_by_one_is_refused_for_stacked_families(
     name: str, kind: str, tmp_path: Path
 ) -> None:
     """Stock transformers would load random experts, and say so in a warning alone."""

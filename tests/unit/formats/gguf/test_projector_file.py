@@ -78,9 +78,7 @@ def known(name: str, family: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source(
-    name, models, tmp_path
-):
+def test_projector_tensors_have_gguf_names_and_source_values(name, models, tmp_path):
     file = read_gguf(written(models[name], tmp_path / "x.gguf"))
     source = open_checkpoint(models[name])
     found = {one: read(entry) for one, entry in file.tensors.items()}
@@ -129,7 +127,7 @@ def read(entry) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name, models, tmp_path):
+def test_projector_dtypes_and_names_follow_gguf(name, models, tmp_path):
     file = read_gguf(written(models[name], tmp_path / "x.gguf"))
     forms = {re.escape(form).replace(r"\{bid\}", r"\d+") for form in gguf.TENSOR_NAMES.values()}
     for one, entry in file.tensors.items():
@@ -156,7 +154,7 @@ def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name
     )
 
 
-def test_colours_are_those_of_the_processor(models, tmp_path):
+def test_image_mean_and_std_come_from_the_processor(models, tmp_path):
     model = changed(models["gemma3"], tmp_path / "m", "config.json")
     (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3]}))
     file = read_gguf(written(model, tmp_path / "x.gguf"))
@@ -172,7 +170,7 @@ def test_colours_are_those_of_the_processor(models, tmp_path):
         refused(InputError, key, model, tmp_path, mmproj=True)
 
 
-def test_names_of_published_files_are_known_too(models, tmp_path):
+def test_published_tower_tensor_names_are_known(models, tmp_path):
     """Gemma's files hold the tower one module deeper, and transformers has saved all of it below ``model``."""
     first = written(models["gemma3"], tmp_path / "x.gguf").read_bytes()
     for old, new in (
@@ -205,13 +203,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", sorted(CHANGES))
-def test_a_tower_that_is_not_whole_is_refused_by_names(what, models, tmp_path):
+def test_an_incomplete_tower_is_refused_by_name(what, models, tmp_path):
     change, words = CHANGES[what]
     model = retold(models["gemma3"], tmp_path / "m", lambda name: name, change)
     refused(InputError, words, model, tmp_path, mmproj=True)
 
 
-def test_a_value_beyond_float16_is_refused(models, tmp_path):
+def test_a_tower_value_beyond_float16_is_refused(models, tmp_path):
     def change(tensors):
         tensors[GONE][0, 0] = 1e6
         return tensors
@@ -223,7 +221,7 @@ def test_a_value_beyond_float16_is_refused(models, tmp_path):
     assert not out.exists()
 
 
-def test_tokens_that_are_no_square_are_refused(models, tmp_path):
+def test_a_non_square_number_of_image_tokens_is_refused(models, tmp_path):
     model = changed(models["gemma3"], tmp_path / "m", "config.json", mm_tokens_per_image=5)
     with pytest.raises(RefusedError, match="mm_tokens_per_image = 5"):
         projector_file(open_checkpoint(model), "x")
@@ -255,7 +253,9 @@ def test_tokens_that_are_no_square_are_refused(models, tmp_path):
     ("qwen3_vl", {"num_position_embeddings": 17}, "num_position_embeddings"),
     ("qwen3_vl", {"num_heads": 3}, "3 heads"),
 ])  # fmt: skip
-def test_what_llama_cpp_does_not_compute_is_refused(name, changes, words, models, tmp_path):
+def test_vision_settings_unsupported_by_llama_cpp_are_refused(
+    name, changes, words, models, tmp_path
+):
     config = json.loads((models[name] / "config.json").read_text())
     vision = {**config["vision_config"], **changes}
     model = changed(models[name], tmp_path / "m", "config.json", vision_config=vision)
@@ -268,7 +268,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(name, changes, words, models
     ("gemma4", {"pad_token_id": 1}, "pad_token_id = 1"),
     ("gemma4-causal", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention = vision"),
 ])  # fmt: skip
-def test_a_decoder_that_llama_cpp_hands_pictures_otherwise_is_refused(
+def test_decoder_settings_for_images_unsupported_by_llama_cpp_are_refused(
     name, changes, words, models, tmp_path
 ):
     config = json.loads((models[name] / "config.json").read_text())
@@ -278,7 +278,7 @@ def test_a_decoder_that_llama_cpp_hands_pictures_otherwise_is_refused(
         projector_file(open_checkpoint(model), "x")
 
 
-def test_pictures_that_are_not_normalized_are_shifted_by_nothing(models, tmp_path):
+def test_image_mean_is_zero_without_normalization(models, tmp_path):
     colours = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
     for name, said, expected in (
         ("gemma3", {}, [0.1, 0.2, 0.3]), ("gemma3", {"do_normalize": False}, [0.0] * 3),
@@ -290,7 +290,7 @@ def test_pictures_that_are_not_normalized_are_shifted_by_nothing(models, tmp_pat
         assert keys["clip.vision.image_mean"].value == pytest.approx(expected)
 
 
-def test_bounds_that_bound_nothing_are_written_as_they_are(models, tmp_path):
+def test_infinite_clamp_bounds_are_written_unchanged(models, tmp_path):
     def change(tensors):
         one = "model.vision_tower.encoder.layers.0.mlp.up_proj.input_max"
         return {**tensors, one: torch.tensor(float("inf"))}
@@ -302,7 +302,7 @@ def test_bounds_that_bound_nothing_are_written_as_they_are(models, tmp_path):
     assert not verify(tmp_path / "x.gguf", model, forward=False).findings
 
 
-def test_what_llama_cpp_makes_of_pictures_otherwise_is_an_event(models, tmp_path, capsys):
+def test_image_processing_differences_of_llama_cpp_are_an_event(models, tmp_path, capsys):
     out = tmp_path / "x.gguf"
     written(models["llama4"], out)
     (event,) = (
@@ -329,7 +329,7 @@ def test_what_llama_cpp_makes_of_pictures_otherwise_is_an_event(models, tmp_path
     )
 
 
-def test_a_tower_that_hears_is_in_no_file_and_is_an_event(models, tmp_path):
+def test_a_dropped_audio_tower_is_an_event(models, tmp_path):
     def change(tensors):
         heard = {f"model.audio_tower.layers.{one}.weight": torch.zeros(4, 4) for one in range(2)}
         return {
@@ -353,7 +353,7 @@ def test_a_tower_that_hears_is_in_no_file_and_is_an_event(models, tmp_path):
     )
 
 
-def test_the_embedding_of_a_rows_end_is_stored_with_the_tower(models, tmp_path):
+def test_the_img_break_embedding_is_stored_with_the_tower(models, tmp_path):
     model = models["mistral3"]
     file = read_gguf(written(model, tmp_path / "x.gguf"))
     embedding = open_checkpoint(model).read("language_model.model.embed_tokens.weight")
@@ -374,7 +374,7 @@ def test_the_embedding_of_a_rows_end_is_stored_with_the_tower(models, tmp_path):
         projector_file(open_checkpoint(whole), "x")
 
 
-def test_a_size_that_is_none_is_refused(models, tmp_path):
+def test_a_vision_size_that_is_no_number_is_refused(models, tmp_path):
     config = json.loads((models["gemma3"] / "config.json").read_text())
     vision = {**config["vision_config"], "num_hidden_layers": "many"}
     model = changed(models["gemma3"], tmp_path / "m", "config.json", vision_config=vision)
@@ -382,7 +382,7 @@ def test_a_size_that_is_none_is_refused(models, tmp_path):
         projector_file(open_checkpoint(model), "x")
 
 
-def test_models_without_such_a_tower_are_refused(tmp_path):
+def test_models_without_a_supported_vision_tower_are_refused(tmp_path):
     model = gguf_models.make("llama-tied", tmp_path / "m")
     refused(RefusedError, "describes no vision tower", model, tmp_path, mmproj=True)
     other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
@@ -391,7 +391,7 @@ def test_models_without_such_a_tower_are_refused(tmp_path):
     assert "gemma3, gemma4, llama4, mistral3, qwen2_5_vl, qwen3_vl" in found.value.hint
 
 
-def test_a_plan_says_that_the_tower_is_written_and_counts_it(models, tmp_path, capsys):
+def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsys):
     model, options = models["gemma3"], ("--bits", 8, "--format", "gguf", "--json")
     bare, plan = (
         json.loads(command(capsys, "plan", model, *options, *more).out)
@@ -419,13 +419,13 @@ def seen(plan):
     raise StopError
 
 
-def test_another_format_holds_the_tower_itself(models, tmp_path):
+def test_mmproj_is_refused_for_other_formats(models, tmp_path):
     with pytest.raises(UsageError, match="--mmproj"):
         export(models["gemma3"], tmp_path / "x", None, mmproj=True, format="plain")
     assert not (tmp_path / "x").exists()
 
 
-def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
+def test_the_projector_file_belongs_to_the_manifest_and_is_verified(models, tmp_path):
     out = tmp_path / "x.gguf"
     tower = written(models["gemma3"], out)
     assert set(manifest.read_manifest(out)["outputs"]) == {out.name, tower.name}
@@ -444,7 +444,7 @@ def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
     assert "no model" in verify(place).unsupported
 
 
-def test_it_is_made_again_with_the_result(models, tmp_path):
+def test_reproduce_includes_the_projector_file(models, tmp_path):
     out = tmp_path / "x.gguf"
     written(models["gemma3"], out)
     again = api.reproduce(out, models["gemma3"])
@@ -463,7 +463,7 @@ def test_the_tower_of_a_quantized_model_is_written_too(models, tmp_path):
     assert (tmp_path / "mmproj-y-F16.gguf").read_bytes()[-5000:] == first[-5000:]
 
 
-def test_an_earlier_file_is_replaced_and_anothers_is_kept(models, tmp_path):
+def test_an_earlier_projector_file_is_replaced_and_foreign_kept(models, tmp_path):
     out = tmp_path / "x.gguf"
     tower = written(models["gemma3"], out)
     export(models["gemma3"], out, "BF16", overwrite=True)

@@ -224,12 +224,12 @@ def written(case: Case, place: Path) -> Vocabulary:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_changes_nothing_is_no_event(name: str, tmp_path: Path) -> None:
+def test_harmless_tokenizer_changes_give_no_event(name: str, tmp_path: Path) -> None:
     assert written(SAME[name], tmp_path).events == []
 
 
 @pytest.mark.parametrize("name", EVENTS)
-def test_what_llama_cpp_does_otherwise_is_an_event(name: str, tmp_path: Path) -> None:
+def test_tokenizer_differences_of_llama_cpp_are_events(name: str, tmp_path: Path) -> None:
     events = written(EVENTS[name], tmp_path).events
     assert [event.kind for event in events] == ["tokenizer-differs"], events
     assert EVENTS[name].event in events[0].detail
@@ -237,19 +237,21 @@ def test_what_llama_cpp_does_otherwise_is_an_event(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_cut_ordinary_text_otherwise_is_refused(name: str, tmp_path: Path) -> None:
+def test_tokenizers_that_split_ordinary_text_differently_are_refused(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(RefusedError) as refused:
         written(REFUSED[name], tmp_path)
     assert REFUSED[name].event in refused.value.message
 
 
-def test_what_is_accepted_by_name_is_an_event(tmp_path: Path) -> None:
+def test_a_named_pre_tokenizer_makes_a_normalizer_an_event(tmp_path: Path) -> None:
     made(Case("gpt-2", normalizer({"type": "Lowercase"})), tmp_path)
     (event,) = vocabulary(tmp_path, ROWS, {}, "gpt-2").events
     assert "normalizer Lowercase" in event.detail
 
 
-def test_ends_of_a_text_beyond_the_keys_are_an_event(tmp_path: Path) -> None:
+def test_more_than_three_eos_ids_are_an_event(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21]}')
     found = written(SAME["bytes"], tmp_path)
     assert [found.special_ids[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
@@ -259,7 +261,7 @@ def test_ends_of_a_text_beyond_the_keys_are_an_event(tmp_path: Path) -> None:
     assert "keys for three tokens" in event.detail
 
 
-def test_the_family_whose_name_llama_cpp_knows_drops_spaces(tmp_path: Path) -> None:
+def test_phi3_names_give_an_event_about_dropped_spaces(tmp_path: Path) -> None:
     names = ["<|endoftext|>", "<unk>", "<|end|>"]
     case = Case("gpt-2", added(*names))
     made(case, tmp_path)
@@ -268,7 +270,7 @@ def test_the_family_whose_name_llama_cpp_knows_drops_spaces(tmp_path: Path) -> N
     assert "2 added token(s) ('</s>', '<|end|>') no rstrip: llama.cpp drops" in event.detail
 
 
-def test_added_tokens_have_the_ids_of_the_library(tmp_path: Path) -> None:
+def test_added_tokens_have_the_ids_of_tokenizers(tmp_path: Path) -> None:
     """Which reads no id of one that is no piece; two that it gives one id cannot be carried."""
 
     def numbered(it: dict[str, Any]) -> None:
@@ -283,7 +285,7 @@ def test_added_tokens_have_the_ids_of_the_library(tmp_path: Path) -> None:
     }
 
 
-def test_tokens_that_the_settings_add_are_those_of_transformers(tmp_path: Path) -> None:
+def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
     """Pieces of the vocabulary that tokenizer.json does not add, and flags that it states otherwise."""
     from transformers import PreTrainedTokenizerFast
 
@@ -322,7 +324,9 @@ def test_tokens_that_the_settings_add_are_those_of_transformers(tmp_path: Path) 
         "overlap",
     ),
 )
-def test_llama_cpp_agrees(name: str, models: Callable[..., Path], tmp_path: Path) -> None:
+def test_tokenizer_events_agree_with_llama_cpp(
+    name: str, models: Callable[..., Path], tmp_path: Path
+) -> None:
     """Without an event on every text; where there is one, the witness is cut otherwise."""
     pytest.importorskip("xllamacpp")
     from quantforge.evaluation.llama_cpp import LlamaCpp
