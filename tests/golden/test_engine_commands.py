@@ -135,8 +135,8 @@ def test_keys_and_values_of_different_widths_are_refused(engine):
 def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine):
     for kind in KINDS:
         alike = [Serving(cache=name) for name in (kind, f"k={kind},v={kind}", f"v={kind},k={kind}")]
-        assert len({allowed(engine, one) for one in alike}) == 1
-        assert len({command_of(engine, OUT, one) for one in alike}) == 1
+        assert len({allowed(engine, item) for item in alike}) == 1
+        assert len({command_of(engine, OUT, item) for item in alike}) == 1
 
 
 def test_a_context_that_nothing_bounds_is_told():
@@ -148,14 +148,14 @@ def test_a_context_that_nothing_bounds_is_told():
 
 
 @pytest.mark.parametrize(
-    ("form", "engine", "package"),
+    ("format_key", "engine", "package"),
     [("gguf", "vllm", "vllm-gguf-plugin"), ("bnb", "vllm", "vllm-bnb-plugin")],
 )
-def test_plugins_of_vllm_are_named(form, engine, package):
-    said = check_engine(engine, Serving(), [], (), form, "org/name")
-    assert f"vllm: {form} files need pip install {package}" in said
-    assert ("--tokenizer org/name" in said[-1]) == (form == "gguf")
-    verdict = load_format(form).INFO.engines["vllm"]
+def test_plugins_of_vllm_are_named(format_key, engine, package):
+    said = check_engine(engine, Serving(), [], (), format_key, "org/name")
+    assert f"vllm: {format_key} files need pip install {package}" in said
+    assert ("--tokenizer org/name" in said[-1]) == (format_key == "gguf")
+    verdict = load_format(format_key).INFO.engines["vllm"]
     assert package in verdict.note
     assert "since vLLM 0.2" in verdict.note
 

@@ -97,8 +97,8 @@ def run(
     command = [sys.executable, "-c", STREAM, json.dumps(families), str(samples), *directory]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return {family: (predicted, peaks) for family, predicted, peaks in found}
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    return {family: (predicted, peaks) for family, predicted, peaks in results}
 
 
 @pytest.fixture(scope="module")

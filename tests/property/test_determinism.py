@@ -88,20 +88,22 @@ def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "form"),
+    ("method", "format_key"),
     [
         ("gptq", "compressed-tensors"),
         *(further("rtn", form) for form in ("gptq_v2", "awq")),
     ],
 )
-def test_shards_hold_the_same_tensors(tiny: Tiny, tmp_path: Path, form: str, method: str) -> None:
+def test_shards_hold_the_same_tensors(
+    tiny: Tiny, tmp_path: Path, format_key: str, method: str
+) -> None:
     model = tiny("llama-wide")
-    scheme = "int4:g128:asym" if form == "awq" else "int4:g128:sym"
+    scheme = "int4:g128:asym" if format_key == "awq" else "int4:g128:sym"
     for name, limit in (("one", 10**9), ("many", 40_000)):
         quantize(
             model,
             tmp_path / name,
-            swift(method, format=form, scheme=scheme, max_shard_bytes=limit),
+            swift(method, format=format_key, scheme=scheme, max_shard_bytes=limit),
         )
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 3

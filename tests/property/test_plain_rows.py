@@ -153,7 +153,7 @@ def _no_row_is_worse(
 ) -> None:
     """Round by both methods and compare, where rows share parameters in the sum over these rows."""
     hessian = statistics.hessian
-    found = gptq.round_matrices(weights, statistics, schemes, rounding)
+    output = gptq.round_matrices(weights, statistics, schemes, rounding)
     squares = statistics.importance if rounding.weighs else None
     plain = rtn.round_matrices(weights, Statistics(squares=squares), schemes, rounding)
     shrinkage = max(GRIDS[scheme.grid].shrinkage for scheme in schemes.values())
@@ -162,7 +162,7 @@ def _no_row_is_worse(
         return
     totals: list[list[Tensor]] = [[], []]
     for name, weight in weights.items():
-        mine, other = found[name].tensor, plain[name].tensor
+        mine, other = output[name].tensor, plain[name].tensor
         for result, tensor in zip(totals, (mine, other), strict=True):
             errors = factor.objective.evaluate_float64(weight.double() - tensor.decode().double())
             result.append(_summed(errors, mine, other))

@@ -88,13 +88,15 @@ def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
         return
 
     def errors(decoded: Tensor) -> Tensor:
-        found = factor.objective.evaluate_float64((weight - decoded).double())[1]
-        return found.sum(0, keepdim=True) if isinstance(scheme.granularity, PerTensor) else found
+        outputs = factor.objective.evaluate_float64((weight - decoded).double())[1]
+        return (
+            outputs.sum(0, keepdim=True) if isinstance(scheme.granularity, PerTensor) else outputs
+        )
 
     first = results[0]
     plain = integer.encode(weight, first.parameters, scheme)
-    found = [errors(integer.decode(plain, first.parameters, scheme))]
-    found += [errors(tensor.decode()) for tensor in results]
+    outputs = [errors(integer.decode(plain, first.parameters, scheme))]
+    outputs += [errors(tensor.decode()) for tensor in results]
     noise = 1e-6 * float(factor.objective.evaluate_float64(weight.double())[1].max())
-    for before, after in pairwise(found):
+    for before, after in pairwise(outputs):
         assert bool((after <= before * (1 + 1e-4) + noise).all())

@@ -38,10 +38,10 @@ def ours(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
 
 def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
     try:
-        found = safetensors.deserialize(data)
+        result = safetensors.deserialize(data)
     except safetensors.SafetensorError:
         return None
-    return {name: (item["dtype"], item["shape"], bytes(item["data"])) for name, item in found}
+    return {name: (item["dtype"], item["shape"], bytes(item["data"])) for name, item in result}
 
 
 def agree(data: bytes) -> None:
@@ -198,13 +198,13 @@ def test_what_is_written_both_read(
         written = [(Path(directory) / name).read_bytes() for name in shard_names(len(shards))]
     assert sum(map(len, written)) == file_bytes(shards)
     for read in (ours, theirs):
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for data in written:
             part = read(data)
             assert part is not None
-            assert not part.keys() & found.keys()
-            found |= part
-        assert found == expected
+            assert not part.keys() & results.keys()
+            results |= part
+        assert results == expected
 
 
 @settings(SETTINGS, max_examples=200)

@@ -48,17 +48,17 @@ def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, made
 
 
 def test_an_engine_that_joins_the_experts_of_all_layers_gets_one_scheme_for_them(tiny):
-    found = allocated(tiny("qwen3-moe"), engine="transformers")
-    assert [len(group) for group in experts_of(found.groups)] == [24]
-    assert next(one.loads for one in found.engines if one.engine == "transformers")
+    allocation = allocated(tiny("qwen3-moe"), engine="transformers")
+    assert [len(group) for group in experts_of(allocation.groups)] == [24]
+    assert next(engine.loads for engine in allocation.engines if engine.engine == "transformers")
 
 
 def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny):
-    found = allocated(tiny("mixtral"), "4.9bpw", format="gguf", candidates=("q4_0", "q5_0"))
-    groups = experts_of(found.groups)
+    allocation = allocated(tiny("mixtral"), "4.9bpw", format="gguf", candidates=("q4_0", "q5_0"))
+    groups = experts_of(allocation.groups)
     assert [len(group) for group in groups] == [4] * 9
     assert all(len({name.rpartition(".")[2] for name in group}) == 1 for group in groups)
-    assert api.plan(tiny("mixtral"), found.recipe).output_bytes == found.nbytes
+    assert api.plan(tiny("mixtral"), allocation.recipe).output_bytes == allocation.nbytes
 
 
 @pytest.mark.thorough
@@ -67,8 +67,8 @@ def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
     model, rows = tiny("gpt-oss"), {**ROWS, "samples": 48, "length": 64}
     expected = allocated(model, "6bpw", candidates=SCHEMES[::2], **rows).uniform[SCHEMES[0]][2]
     api.quantize(model, None, tmp_path / "out", method="gptq", scheme=SCHEMES[0], **rows)
-    found = api.evaluate(model, [tmp_path / "out"], windows=4, length=64, speed=False)
-    assert 0.5 < found.rows[1]["kl_mean"] / expected < 2
+    result = api.evaluate(model, [tmp_path / "out"], windows=4, length=64, speed=False)
+    assert 0.5 < result.rows[1]["kl_mean"] / expected < 2
 
 
 @pytest.mark.thorough

@@ -52,8 +52,8 @@ def small(tiny):
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
     """Return the first half of a trained model."""
-    place = tmp_path_factory.mktemp("half") / "model"
-    return first_blocks(copied(DEMO, place), 2)
+    directory = tmp_path_factory.mktemp("half") / "model"
+    return first_blocks(copied(DEMO, directory), 2)
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +63,21 @@ def made(half, tmp_path_factory):
 
 
 def test_the_size_is_met_and_the_recipe_makes_it(made, half, tmp_path):
-    found, path = made
-    assert 0.995 * 3.4 <= found.bits <= 3.4
+    result, path = made
+    assert 0.995 * 3.4 <= result.bits <= 3.4
     outcome = api.quantize(half, path, tmp_path / "out")
-    files = sum(one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors"))
-    assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
-    assert files == pytest.approx(found.nbytes, rel=1e-3)  # headers have other lengths
+    files = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert outcome.plan.bits_per_weight == pytest.approx(result.bits)
+    assert files == pytest.approx(result.nbytes, rel=1e-3)  # headers have other lengths
     schemes = {str(tensor.scheme) for tensor in outcome.plan.quantized()}
     assert len(schemes) == 3
 
 
 def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small, tmp_path, capsys):
     out, model = tmp_path / "mixed.toml", str(small)
-    given = ("--samples", "2", "--length", "32", "--lm-head", "int8",
+    options = ("--samples", "2", "--length", "32", "--lm-head", "int8",
              "--candidates", "int3:g64:sym,int4:g64:sym")  # fmt: skip
-    said = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *given).out
+    said = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *options).out
     assert "bits in blocks" in said
     (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", said)
     assert f"# planned: {planned} bits per weight in blocks" in out.read_text()
@@ -92,25 +92,25 @@ def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small,
 
 
 def test_it_loses_less_than_widths_alone(made):
-    found, _ = made
-    sizes = sorted((bits, nats) for _, bits, nats in found.uniform.values())
+    result, _ = made
+    sizes = sorted((bits, nats) for _, bits, nats in result.uniform.values())
     assert [nats for _, nats in sizes] == sorted((nats for _, nats in sizes), reverse=True)
     below, above = (
-        max(one for one in sizes if one[0] <= found.bits),
-        min(one for one in sizes if one[0] > found.bits),
+        max(size for size in sizes if size[0] <= result.bits),
+        min(size for size in sizes if size[0] > result.bits),
     )
-    share = (found.bits - below[0]) / (above[0] - below[0])
+    share = (result.bits - below[0]) / (above[0] - below[0])
     between = below[1] ** (1 - share) * above[1] ** share
-    assert 0.3 * between < found.nats < 0.95 * between
-    assert all(a[1] > b[1] for a, b in zip(found.front, found.front[1:], strict=False))
+    assert 0.3 * between < result.nats < 0.95 * between
+    assert all(a[1] > b[1] for a, b in zip(result.front, result.front[1:], strict=False))
 
 
 def test_linears_that_engines_join_get_one_scheme(made, small):
-    found, _ = made
-    assert any(len(group) == 3 for group in found.groups)
+    result, _ = made
+    assert any(len(group) == 3 for group in result.groups)
     assert any(
         {name.rpartition(".")[2] for name in group} == {"gate_proj", "up_proj"}
-        for group in found.groups
+        for group in result.groups
     )
     apart = allocated("4.7bpw", model=small, format="gguf", candidates=("q4_0", "q5_0"), **FEW)
     assert all(len(group) == 1 for group in apart.groups)
@@ -126,22 +126,22 @@ def test_linears_that_engines_join_get_one_scheme(made, small):
 @pytest.mark.thorough
 def test_the_same_recipe_for_any_threads(small, tmp_path):
     path = tmp_path / "mixed.toml"
-    given = {"model": small, "candidates": ("int3:g64:sym", "int4:g64:sym")}
-    found = allocated(out=path, **given)
-    two = allocated(settings=Settings(threads=2), **given)
+    options = {"model": small, "candidates": ("int3:g64:sym", "int4:g64:sym")}
+    allocation = allocated(out=path, **options)
+    two = allocated(settings=Settings(threads=2), **options)
     torch.set_num_threads(1)
-    assert two.recipe == found.recipe
-    assert two.uniform == found.uniform
+    assert two.recipe == allocation.recipe
+    assert two.uniform == allocation.uniform
     assert path.read_bytes() == two.written()
     assert build_recipe(str(path)) == two.recipe
 
 
 def test_candidates_and_sizes_in_bytes(small):
-    found = allocated("310kB", model=small, candidates=("int3:g64:sym", "int4:g64:sym"), **FEW)
-    assert 0.98 * 310e3 <= found.nbytes <= 310e3  # of few matrices
-    written = api.plan(small, found.recipe).output_bytes
-    assert written == found.nbytes  # with the rules that are in headers
-    assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
+    allocation = allocated("310kB", model=small, candidates=("int3:g64:sym", "int4:g64:sym"), **FEW)
+    assert 0.98 * 310e3 <= allocation.nbytes <= 310e3  # of few matrices
+    written = api.plan(small, allocation.recipe).output_bytes
+    assert written == allocation.nbytes  # with the rules that are in headers
+    assert {*allocation.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
 
 
 @pytest.mark.thorough
@@ -149,17 +149,17 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
     """`plan` says of the same memory and context that the recipe fits, and of a larger context that it does not."""
     path = tmp_path / "mixed.toml"
     settings = Settings(threads=1, serving=Serving(cache="fp8"))
-    found = allocated(
+    allocation = allocated(
         "15.7MB@2x512",
         path,
         settings,
         candidates=("int3:g64:sym", "int4:g64:sym"),
         **FEW,
     )
-    assert len({*found.chosen}) == 2
+    assert len({*allocation.chosen}) == 2
     plan, known = api.capacity(DEMO, Load(512, 2, "fp8"), path)
     assert 0 <= 0.9 * 15.7e6 - known.needed_bytes() < 0.005 * known.weights_bytes
-    assert plan.output_bytes == found.nbytes
+    assert plan.output_bytes == allocation.nbytes
 
 
 def test_memory_is_refused_with_what_is_possible():
@@ -186,12 +186,12 @@ def theirs(tiny, tmp_path_factory):
 
 @pytest.mark.thorough
 def test_the_size_of_somebodys_file(theirs, small):
-    found = allocated(None, model=small, like=theirs, candidates=("q4_0", "q5_0"), **FEW)
+    allocation = allocated(None, model=small, like=theirs, candidates=("q4_0", "q5_0"), **FEW)
     size = theirs.stat().st_size
-    assert found.recipe.format == "gguf"
-    assert 0.98 * size <= found.nbytes <= size  # of few matrices
-    assert found.target == str(theirs)
-    assert api.plan(small, found.recipe).output_bytes == found.nbytes
+    assert allocation.recipe.format == "gguf"
+    assert 0.98 * size <= allocation.nbytes <= size  # of few matrices
+    assert allocation.target == str(theirs)
+    assert api.plan(small, allocation.recipe).output_bytes == allocation.nbytes
     with pytest.raises(
         RefusedError, match=rf"--like their.gguf \({size:,} bytes\): it is below"
     ) as refused:
@@ -200,7 +200,7 @@ def test_the_size_of_somebodys_file(theirs, small):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"vocab_size": 512}, "model.embed_tokens.weight is 512 x 256 there and 4096 x 256 here"),
         ({"intermediate_size": 512}, r"model.layers.0.mlp.\S+ is .*512.* there and .*768.* here"),
@@ -208,8 +208,10 @@ def test_the_size_of_somebodys_file(theirs, small):
         ({"num_hidden_layers": 5}, r"model.layers.4.\S+ \(.*\) is not in this one"),
     ],
 )
-def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, said, tmp_path):
-    with pytest.raises(RefusedError, match=f"--like other: it is another model: {said}") as refused:
+def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, message, tmp_path):
+    with pytest.raises(
+        RefusedError, match=f"--like other: it is another model: {message}"
+    ) as refused:
         allocated(None, like=headers.llama(tmp_path / "other", **SIZES | changed))
     assert "--target" in refused.value.hint
 
@@ -228,64 +230,66 @@ def test_a_file_that_is_none_is_refused(theirs, tmp_path):
 
 def test_matrices_that_share_a_scale_are_measured_together(small, tmp_path):
     """NVFP4 has one scale for matrices that engines join; the errors are those of the run, which rounds all rows."""
-    found = allocated(
+    allocation = allocated(
         "7bpw",
         tmp_path / "mixed.toml",
         model=small,
         candidates=("nvfp4", "fp8_e4m3:row:sym", "int3:g64:sym"),
         **FEW,
     )
-    assert {"nvfp4", "fp8_e4m3:row:sym"} <= {*found.chosen}
+    assert {"nvfp4", "fp8_e4m3:row:sym"} <= {*allocation.chosen}
     outcome = api.quantize(small, tmp_path / "mixed.toml", tmp_path / "out")
-    assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
-    assert 0.995 * 7 <= found.bits <= 7
-    nats = {name: one[2] for name, one in found.uniform.items()}
+    assert outcome.plan.bits_per_weight == pytest.approx(allocation.bits)
+    assert 0.995 * 7 <= allocation.bits <= 7
+    nats = {name: item[2] for name, item in allocation.uniform.items()}
     assert nats["fp8_e4m3:row:sym"] < nats["nvfp4"] < nats["int3:g64:sym"]
 
 
 @pytest.mark.thorough
 def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     """Shortcuts are taken only as long as Kendall's tau says that they change no order to speak of."""
-    found = []
+    results = []
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
         monkeypatch.setattr(MixtureSearch, "best_allocation", lambda _, nats: nats)
-        found.append(
+        results.append(
             allocated(model=half, samples=2, length=128, candidates=ROWS["candidates"][1:])
         )
-    whole, part = found
+    whole, part = results
     assert whole.keys() == part.keys()
     assert whole != part
-    for place in range(2):
-        pairs = itertools.combinations([(whole[one][place], part[one][place]) for one in whole], 2)
+    for index in range(2):
+        pairs = itertools.combinations(
+            [(whole[item][index], part[item][index]) for item in whole], 2
+        )
         agree = [1 if (a[0] - b[0]) * (a[1] - b[1]) > 0 else -1 for a, b in pairs]
         assert sum(agree) / len(agree) >= 0.9  # 0.99 with as many rows as it really takes
 
 
 def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch):
-    given = {"model": tiny("llama"), "candidates": ("int3:g32:sym", "int4:g32:sym"), **FEW}
-    found = allocated("3.9bpw", **given)
+    options = {"model": tiny("llama"), "candidates": ("int3:g32:sym", "int4:g32:sym"), **FEW}
+    allocation = allocated("3.9bpw", **options)
     seen = stopped_measuring(monkeypatch)
     path = tmp_path / "mixed.toml"
     with pytest.raises(KeyboardInterrupt):
-        allocated("3.9bpw", path, **given)
+        allocated("3.9bpw", path, **options)
     (kept,) = tmp_path.iterdir()
     assert kept.name[:10] == ".allocate-"
     other = Lock(kept)
     other.acquire()
     with pytest.raises(BusyError, match="measures the same candidates"):
-        allocated("3.9bpw", path, **given)
+        allocated("3.9bpw", path, **options)
     other.release()
     monkeypatch.setattr(candidate_errors, "compute_token_weights", None)  # they are there
-    again = allocated("4.1bpw", path, **given)  # another size needs the same
+    again = allocated("4.1bpw", path, **options)  # another size needs the same
     assert seen == [0, 1, 2, 2]
-    assert again.uniform == found.uniform
-    assert [one.name for one in tmp_path.iterdir()] == ["mixed.toml"]
+    assert again.uniform == allocation.uniform
+    assert [path.name for path in tmp_path.iterdir()] == ["mixed.toml"]
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "kind", "said"),
+    ("target", "options", "kind", "message"),
     [
         ("1bpw", {}, RefusedError, "below the smallest"),
         ("12bpw", {}, RefusedError, "above the largest"),
@@ -314,10 +318,10 @@ def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch)
         ),
     ],
 )
-def test_refusals(target, options, kind, said, tmp_path):
+def test_refusals(target, options, kind, message, tmp_path):
     with pytest.raises(kind) as raised:
         allocated(target, tmp_path / "mixed.toml", **options)
-    assert said in f"{raised.value} {raised.value.hint}"
+    assert message in f"{raised.value} {raised.value.hint}"
     assert not [*tmp_path.iterdir()]
 
 
@@ -333,19 +337,19 @@ def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
     engine, key, candidates, small, tmp_path
 ):
     path = tmp_path / "mixed.toml"
-    found = allocated("5bpw", path, model=small, engine=engine, candidates=candidates, **FEW)
-    assert (found.recipe.format, found.recipe.engine) == (key, engine)
-    assert len({*found.chosen}) > 1
+    allocation = allocated("5bpw", path, model=small, engine=engine, candidates=candidates, **FEW)
+    assert (allocation.recipe.format, allocation.recipe.engine) == (key, engine)
+    assert len({*allocation.chosen}) > 1
     plan = api.plan(small, path)  # raises where the engine does not load it
-    assert plan.engines == found.engines
-    assert {one.engine: one.loads for one in found.engines}[engine]
+    assert plan.engines == allocation.engines
+    assert {engine.engine: engine.loads for engine in allocation.engines}[engine]
 
 
 def test_engines_that_load_the_mixture_are_told(made):
-    found, _ = made
-    loads = {one.engine: one.loads for one in found.engines}
+    result, _ = made
+    loads = {engine.engine: engine.loads for engine in result.engines}
     assert not loads["vllm"]  # 2 and 3 bits
-    assert found.document()["engines"][1]["reason"]
+    assert result.document()["engines"][1]["reason"]
 
 
 def test_a_recipe_that_is_there_is_kept(tmp_path):

@@ -35,9 +35,11 @@ def test_rows_beyond_the_builtin_text_are_told(samples, comes):
     plan = api.plan(DEMO, method="gptq", bits=4, samples=samples)
     notes = [note for note in plan.notes if "asked for" in note]
     options = CalibrationOptions(samples=samples)
-    found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
-    events = [event for event in found.events if event.kind == "few-calibration-rows"]
-    assert found.sample.report.rows == min(samples, THERE) == builtin_rows(DEMO, LENGTH, samples)
+    calibrated = calibrate(DEMO, options, plan, vocabulary=1 << 20)
+    events = [event for event in calibrated.events if event.kind == "few-calibration-rows"]
+    assert (
+        calibrated.sample.report.rows == min(samples, THERE) == builtin_rows(DEMO, LENGTH, samples)
+    )
     assert (len(notes), len(events)) == ((0, 0) if comes else (1, 1))
     if not comes:
         assert notes == [f"calibration: {events[0].detail}"]
@@ -52,10 +54,10 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("word and word\n" * 60_000)
     options = CalibrationOptions(source=f"builtin=9,{text}=1")
-    found = calibrate(DEMO, options, api.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
-    assert found.sample.report.rows < found.sample.report.rows_requested == 128
-    assert "few-calibration-rows" in {event.kind for event in found.events}
-    assert "duplicate-calibration-rows" in {event.kind for event in found.events}
+    calibrated = calibrate(DEMO, options, api.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
+    assert calibrated.sample.report.rows < calibrated.sample.report.rows_requested == 128
+    assert "few-calibration-rows" in {event.kind for event in calibrated.events}
+    assert "duplicate-calibration-rows" in {event.kind for event in calibrated.events}
 
 
 def test_a_plan_says_nothing_of_text_that_is_not_needed():
@@ -85,13 +87,13 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "a few words"}\n' * 9)
     source = source.format(short=short)
-    asked = {"method": "gptq", "bits": 4, "calibration": source}
+    options = {"method": "gptq", "bits": 4, "calibration": source}
     plan = api.plan(DEMO, method="gptq", bits=4)
     with pytest.raises(InputError) as refused_by_run:
         calibrate(DEMO, CalibrationOptions(source=source), plan, vocabulary=1 << 20)
     for again in range(2):  # what is remembered is that a text is long enough
         with pytest.raises(InputError) as refused:
-            api.plan(DEMO, **asked)
+            api.plan(DEMO, **options)
         told = (refused.value.message, refused.value.hint)
         assert told == (refused_by_run.value.message, refused_by_run.value.hint), again
 
@@ -168,9 +170,9 @@ def read(planned, name):
     ],
 )
 def test_error_feedback_takes_random_rows(options, share):
-    found = make_plan(Recipe(**options), open_checkpoint(DEMO))
-    assert found.recipe.calibration.random_share == share
-    assert make_plan(found.recipe, open_checkpoint(DEMO)).recipe == found.recipe
+    plan = make_plan(Recipe(**options), open_checkpoint(DEMO))
+    assert plan.recipe.calibration.random_share == share
+    assert make_plan(plan.recipe, open_checkpoint(DEMO)).recipe == plan.recipe
 
 
 def test_random_tokens_are_those_of_the_model(tmp_path):
@@ -178,20 +180,20 @@ def test_random_tokens_are_those_of_the_model(tmp_path):
     text.write_text("qzxkvjw" * 2000)  # no two are one token: all ids are below 300
     plan = api.plan(DEMO, method="gptq", bits=4)
     options = CalibrationOptions(source=str(text), random_share=0.0, length=64)
-    plain, found = (
+    plain, results = (
         calibrate(DEMO, replace(options, random_share=share), plan, vocabulary=300).sample
         for share in (0.0, 0.5)
     )
-    drawn = found.ids[found.ids.ne(plain.ids).any(1)]
-    assert len(drawn) == found.report.random_rows == options.samples // 2
+    drawn = results.ids[results.ids.ne(plain.ids).any(1)]
+    assert len(drawn) == results.report.random_rows == options.samples // 2
     assert drawn.amax() < 300
 
 
 def test_a_plan_tells_of_random_rows():
     for method, told in (("gptq", True), ("rtn", False)):
         plan = api.plan(DEMO, method=method, bits=4)
-        said = [note for note in plan.notes if "0.0625 of the rows hold random tokens" in note]
-        assert bool(said) is told
+        messages = [note for note in plan.notes if "0.0625 of the rows hold random tokens" in note]
+        assert bool(messages) is told
 
 
 def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
@@ -200,14 +202,14 @@ def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
     words = load_tokenizer(DEMO)
     words.tokenizer.add_special_tokens([*words.tokenizer.get_vocab(with_added_tokens=False)])
     monkeypatch.setattr("quantforge.execution.calibration.load_tokenizer", lambda *_: words)
-    found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
+    calibrated = calibrate(DEMO, options, plan, vocabulary=1 << 20)
     monkeypatch.undo()
-    (event,) = [one for one in found.events if one.kind == "no-random-rows"]
-    assert f"{found.sample.report.rows // 2} asked for" in event.detail
+    (event,) = [event for event in calibrated.events if event.kind == "no-random-rows"]
+    assert f"{calibrated.sample.report.rows // 2} asked for" in event.detail
     with pytest.raises(RefusedError):
-        Policy(strict=True).check(found.events)
+        Policy(strict=True).check(calibrated.events)
     events = calibrate(DEMO, options, plan, vocabulary=1 << 20).events
-    assert "no-random-rows" not in {one.kind for one in events}
+    assert "no-random-rows" not in {event.kind for event in events}
 
 
 def test_columns_that_are_not_used_are_a_note_and_stand_in_the_manifest(tmp_path):
@@ -215,8 +217,8 @@ def test_columns_that_are_not_used_are_a_note_and_stand_in_the_manifest(tmp_path
     rows.write_text('{"text": "word and word and word", "id": 1, "url": "x"}\n' * 40)
     options = CalibrationOptions(source=str(rows), samples=2, length=32)
     plan = api.plan(DEMO, method="gptq", bits=4, samples=2, length=32)
-    found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
-    assert found.notes == ("calibration: columns that are not used: id, url in rows.jsonl",)
-    assert found.describe()["unused_columns"] == {"rows.jsonl": ["id", "url"]}
+    calibrated = calibrate(DEMO, options, plan, vocabulary=1 << 20)
+    assert calibrated.notes == ("calibration: columns that are not used: id, url in rows.jsonl",)
+    assert calibrated.describe()["unused_columns"] == {"rows.jsonl": ["id", "url"]}
     without = calibrate(DEMO, CalibrationOptions(samples=2, length=32), plan, vocabulary=1 << 20)
     assert (without.notes, "unused_columns" in without.describe()) == ((), False)

@@ -27,10 +27,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 UNITS = [f"unit {number}" for number in range(60)]
 
 
-def prepared(place: Path, units: int = 1) -> Claims:
-    found = Claims(place / "units", UNITS[:units])
-    found.prepare(SAME)
-    return found
+def prepared(directory: Path, units: int = 1) -> Claims:
+    result = Claims(directory / "units", UNITS[:units])
+    result.prepare(SAME)
+    return result
 
 
 def names(shared: Claims) -> list[str]:

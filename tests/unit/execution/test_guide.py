@@ -51,8 +51,8 @@ class Seen:
     def hessian(self, linear: str, rows: slice) -> Tensor:
         """Return the guided Hessian of some rows by the textbook, float64."""
         seen = self.gradients[linear]
-        inputs = torch.cat([one.inputs for one in seen]).flatten(0, 1).double()
-        gradients = torch.cat([one.gradients for one in seen]).flatten(0, 1)[:, rows]
+        inputs = torch.cat([part.inputs for part in seen]).flatten(0, 1).double()
+        gradients = torch.cat([part.gradients for part in seen]).flatten(0, 1)[:, rows]
         weights = gradients.double().square().mean(1)
         kept = weights.sort().values[len(weights) - 1 - len(weights) // 1000]
         weights = weights.clamp(max=kept)
@@ -84,8 +84,8 @@ def test_matrices_whose_rows_share_parameters_are_rounded_as_one(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    wanted = swift("gptq", scheme="NVFP4", guided_hessians=2, rules=())
-    quantize(tiny("llama"), tmp_path / "out", wanted)
+    recipe = swift("gptq", scheme="NVFP4", guided_hessians=2, rules=())
+    quantize(tiny("llama"), tmp_path / "out", recipe)
     groups = [sorted(name.split(".")[-2] for name in weights) for weights, _ in seen.rounded]
     assert ["k_proj", "q_proj", "v_proj"] in groups
     assert ["gate_proj", "up_proj"] in groups
@@ -107,24 +107,24 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
 
     def keeping(strips: int) -> Callable[..., Any]:
         def rounding(weights: Any, *rest: Any) -> Any:
-            found = shared(weights, *rest)
-            for name, one in found.items():
+            result = shared(weights, *rest)
+            for name, one in result.items():
                 made.setdefault(strips, {})[name] = one.tensor.decode()
-            return found
+            return result
 
         return rounding
 
     for strips in (0, 1):
         seen = Seen(monkeypatch) if strips else None
         monkeypatch.setattr(gptq, "round_matrices", keeping(strips))
-        wanted = swift("gptq", bits=3, guided_hessians=strips, calibration=calibration)
-        quantize(tiny("llama"), tmp_path / str(strips), wanted)
+        recipe = swift("gptq", bits=3, guided_hessians=strips, calibration=calibration)
+        quantize(tiny("llama"), tmp_path / str(strips), recipe)
         monkeypatch.setattr(gptq, "round_matrices", shared)
     assert seen is not None
     source = open_checkpoint(tiny("llama"))
     for name in made[0]:
         linear, weight = name.removesuffix(".weight"), source.read(name).float()
-        inputs = torch.cat([one.inputs for one in seen.gradients[linear]]).flatten(0, 1).double()
+        inputs = torch.cat([part.inputs for part in seen.gradients[linear]]).flatten(0, 1).double()
         plain, guided = inputs.T @ inputs, seen.hessian(linear, slice(None))
         for kind, hessian in (("guided", guided), ("plain", plain)):
             one, two = (error(weight, made[strips][name], hessian) for strips in (0, 1))
@@ -145,14 +145,14 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
 def test_neither_threads_nor_place_change_a_byte(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any]
 ) -> None:
-    wanted = swift("gptq", guided_hessians=2, **choices)
-    found = []
+    recipe = swift("gptq", guided_hessians=2, **choices)
+    results = []
     for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
         out = tmp_path / f"{number}.gguf" if "type" in choices else tmp_path / str(number)
-        quantize(tiny(family), out, wanted, **settings)
-        found.append(out.read_bytes() if out.is_file() else tree(out))
+        quantize(tiny(family), out, recipe, **settings)
+        results.append(out.read_bytes() if out.is_file() else tree(out))
         assert not (tmp_path / f".{out.name}.qf").exists()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 GUIDED = swift("gptq", bits=4, guided_hessians=2)
@@ -187,11 +187,11 @@ def test_it_goes_on_where_it_was_stopped(
 
 @pytest.mark.thorough
 def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
-    quantize(tiny("llama"), tmp_path / "whole", wanted, threads=1)
+    recipe = swift("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
+    quantize(tiny("llama"), tmp_path / "whole", recipe, threads=1)
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("block 0"))
-    assert quantize(tiny("llama"), tmp_path / "out", wanted, threads=3).resumed
+        quantize(tiny("llama"), tmp_path / "out", recipe, progress=crash_after("block 0"))
+    assert quantize(tiny("llama"), tmp_path / "out", recipe, threads=3).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     report = verify(tmp_path / "out", tiny("llama"))
     assert not [item for item in report.findings if item.level == "error"]
@@ -201,21 +201,21 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Column factors divide what the first block reads: its diagonal times their squares is that of the source."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     shared = gptq.round_matrices
 
     def rounding(weights: Any, statistics: Statistics, *rest: Any) -> Any:
         assert statistics.hessian is not None
-        found.update({name: statistics.hessian.diagonal().clone() for name in weights})
+        results.update({name: statistics.hessian.diagonal().clone() for name in weights})
         return shared(weights, statistics, *rest)
 
     monkeypatch.setattr(gptq, "round_matrices", rounding)
     diagonals = {}
     for method in ("gptq", "awq+gptq"):
-        found.clear()
-        wanted = swift(method, bits=3, guided_hessians=1)
-        quantize(tiny("llama"), tmp_path / method, wanted)
-        diagonals[method] = dict(found)
+        results.clear()
+        recipe = swift(method, bits=3, guided_hessians=1)
+        quantize(tiny("llama"), tmp_path / method, recipe)
+        diagonals[method] = dict(results)
     name = "model.layers.0.self_attn.q_proj.weight"
     norm = "model.layers.0.input_layernorm.weight"
     source = open_checkpoint(tiny("llama")).read(norm).float()
@@ -226,9 +226,9 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
 
 
 def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("gptq", bits=4, guided_hessians=1)
+    recipe = swift("gptq", bits=4, guided_hessians=1)
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("token weights"))
+        quantize(tiny("llama"), tmp_path / "out", recipe, progress=crash_after("token weights"))
     file = tmp_path / ".out.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE
     data = bytearray(file.read_bytes())
     data[100] ^= 1
@@ -236,7 +236,7 @@ def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
     with pytest.raises(
         IntegrityError, match=r"token_weights\.f32.*are not what the interrupted run"
     ):
-        quantize(tiny("llama"), tmp_path / "out", wanted)
+        quantize(tiny("llama"), tmp_path / "out", recipe)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_what_cannot_be_guided_is_refused(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any], error: type[Exception], words: str
 ) -> None:  # fmt: skip
     method = choices.pop("method")
-    with pytest.raises(error, match=words) as found:
+    with pytest.raises(error, match=words) as raised:
         quantize(tiny(family), tmp_path / "out", swift(method, **{"guided_hessians": 1} | choices))
-    assert "--guided-hessians" in str(found.value.hint)  # type: ignore[attr-defined]
+    assert "--guided-hessians" in str(raised.value.hint)  # type: ignore[attr-defined]
     assert not any(tmp_path.iterdir())
 
 
@@ -290,10 +290,10 @@ def test_rows_that_no_gradient_reaches_are_an_event(
     of = TokenWeights.of
 
     def blind(weights: TokenWeights, linear: str) -> Tensor:
-        found = of(weights, linear)
+        result = of(weights, linear)
         if linear.endswith("layers.0.self_attn.v_proj"):
-            found[..., 1] = 0
-        return found
+            result[..., 1] = 0
+        return result
 
     monkeypatch.setattr(TokenWeights, "of", blind)
     outcome = quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=2))
@@ -303,8 +303,8 @@ def test_rows_that_no_gradient_reaches_are_an_event(
 
 
 def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("gptq", bits=4, guided_hessians=2, calibration=replace(CALIBRATION, samples=1))
-    outcome = quantize(tiny("llama"), tmp_path / "out", wanted)
+    recipe = swift("gptq", bits=4, guided_hessians=2, calibration=replace(CALIBRATION, samples=1))
+    outcome = quantize(tiny("llama"), tmp_path / "out", recipe)
     assert {event.kind for event in outcome.events} >= {"few-calibration-tokens"}
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
     assert "guided_hessians = 2" in document["recipe"]

@@ -45,19 +45,19 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
     monkeypatch.setattr(gptq, "round_matrices", rounding)
     for name in ("PRIOR_WEIGHT", "OFF_DIAGONAL_SHRINKAGE"):  # a prior that counts nothing
         monkeypatch.setattr(expert_statistics, name, 1e-9)
-    wanted = swift("gptq", bits=4, guided_hessians=2, calibration=ROWS)
-    quantize(tiny("qwen3-moe"), tmp_path / "out", wanted)
+    recipe = swift("gptq", bits=4, guided_hessians=2, calibration=ROWS)
+    quantize(tiny("qwen3-moe"), tmp_path / "out", recipe)
     compared = 0
     for name, hessians in strips.items():
         seen = gradients[name]
-        if ".experts." not in name or sum(len(one.inputs) for one in seen) < 4:
+        if ".experts." not in name or sum(len(part.inputs) for part in seen) < 4:
             continue
-        inputs = torch.cat([one.inputs for one in seen]).double()
-        rows = torch.cat([one.gradients for one in seen]).double().tensor_split(2, -1)
-        for found, own in zip(hessians, rows, strict=True):
+        inputs = torch.cat([part.inputs for part in seen]).double()
+        rows = torch.cat([part.gradients for part in seen]).double().tensor_split(2, -1)
+        for result, own in zip(hessians, rows, strict=True):
             weights = own.square().mean(1)
             expected = (inputs * weights[:, None]).T @ inputs / weights.sum()
-            assert float((found - expected).norm() / expected.norm()) < 1e-4, name
+            assert float((result - expected).norm() / expected.norm()) < 1e-4, name
             compared += 1
     assert compared > 10
 
@@ -65,12 +65,12 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
 @pytest.mark.thorough
 def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
-    wanted = swift("gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION)
-    quantize(model, tmp_path / "whole", wanted, threads=1)
+    recipe = swift("gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION)
+    quantize(model, tmp_path / "whole", recipe, threads=1)
     out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}
     with pytest.raises(StopError):
-        quantize(model, out, wanted, progress=crash_after("block 0 expert 1"), **settings)
-    assert quantize(model, out, wanted, **settings).resumed
+        quantize(model, out, recipe, progress=crash_after("block 0 expert 1"), **settings)
+    assert quantize(model, out, recipe, **settings).resumed
     assert tree(out) == tree(tmp_path / "whole")
     report = verify(out, model)
     assert not [item for item in report.findings if item.level == "error"]
@@ -81,14 +81,14 @@ def test_the_file_holds_what_the_plan_says_and_of_experts_their_own_tokens(
 ) -> None:
     sizes, forecasts = [], []
     for strips in (1, 3):
-        wanted = swift("gptq", bits=4, guided_hessians=strips, calibration=ROWS)
+        recipe = swift("gptq", bits=4, guided_hessians=strips, calibration=ROWS)
         out = tmp_path / str(strips)
         with pytest.raises(StopError):
-            quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after("token weights"))
+            quantize(tiny("qwen3-moe"), out, recipe, progress=crash_after("token weights"))
         sizes.append(
             (tmp_path / f".{out.name}.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE).stat().st_size
         )
-        work = plan(tiny("qwen3-moe"), wanted).work
+        work = plan(tiny("qwen3-moe"), recipe).work
         assert work is not None
         forecasts.append(work.guide_bytes)
     assert sizes[1] - sizes[0] == forecasts[1] - forecasts[0]

@@ -228,8 +228,8 @@ def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
     assert known["calibration"] == "c"
     assert {"version of quantforge", "version of torch"} <= known.keys()
     for argument, (name, value) in changes.items():
-        found = run_fingerprint(**{**whole, argument: value})
-        assert {key for key in {*known, *found} if known.get(key) != found.get(key)} == {name}
+        result = run_fingerprint(**{**whole, argument: value})
+        assert {key for key in {*known, *result} if known.get(key) != result.get(key)} == {name}
     several = [run_fingerprint(**{**whole, "device": f"cuda:{number}"}) for number in range(2)]
     assert several[0] == several[1] != known  # ranks of one run
     bare = run_fingerprint(**{**whole, "calibrated": None, "imatrix": None})
@@ -266,9 +266,9 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
         guided_hessians=0,
         tune=0,
     )
-    found = list_units(plan, 2)
-    assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]
-    assert [[one.name for one in unit.outputs] for unit in found] == [
+    units = list_units(plan, 2)
+    assert [unit.name for unit in units] == ["outer", "block 0", "block 1", "head"]
+    assert [[tensor.name for tensor in unit.outputs] for unit in units] == [
         ["embed.codes", "embed.scale"], [], ["one.codes", "one.scale"], ["head.codes", "head.scale"],
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ SIZE = {"target": "3.4bpw", "candidates": ("int3:g128:sym", "int4:g128:sym")}
 
 
 def files(directory):
-    return {one.name: one.read_bytes() for one in directory.iterdir()}
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +33,21 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_commands(small, tmp_path_factory):
-    place = tmp_path_factory.mktemp("two")
-    api.allocate(small, out=place / "mixed.toml", **SIZE, **FEW)
-    api.quantize(small, place / "mixed.toml", place / "out")
-    return files(place / "out")
+    directory = tmp_path_factory.mktemp("two")
+    api.allocate(small, out=directory / "mixed.toml", **SIZE, **FEW)
+    api.quantize(small, directory / "mixed.toml", directory / "out")
+    return files(directory / "out")
 
 
 def test_the_same_bytes_as_by_two_commands(small, two_commands, tmp_path):
-    said = []
+    messages = []
     outcome = api.quantize(
-        small, out=tmp_path / "out", settings=Settings(note=said.append), **SIZE, **FEW
+        small, out=tmp_path / "out", settings=Settings(note=messages.append), **SIZE, **FEW
     )
     assert files(tmp_path / "out") == two_commands
-    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert 3.25 < outcome.plan.bits_per_weight <= 3.4  # of few matrices
-    assert any("expected KL" in one for one in said)
+    assert any("expected KL" in message for message in messages)
 
 
 def test_it_goes_on_where_it_was_stopped(small, two_commands, tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_it_goes_on_where_it_was_stopped(small, two_commands, tmp_path, monkeypa
     run()
     assert seen == [0, 1, 2, 2, 3]
     assert files(tmp_path / "out") == two_commands
-    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_plan_says_what_is_measured_first():
@@ -81,7 +81,7 @@ def test_a_plan_says_what_is_measured_first():
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "said"),
+    ("options", "kind", "message"),
     [
         ({"target": "1bpw"}, RefusedError, "below the smallest"),
         ({"target": "3.5"}, UsageError, "no size"),
@@ -94,10 +94,10 @@ def test_a_plan_says_what_is_measured_first():
         ({"candidates": ("int4:g64:sym",)}, UsageError, "for which size"),
     ],
 )
-def test_refusals(options, kind, said, tmp_path):
+def test_refusals(options, kind, message, tmp_path):
     with pytest.raises(kind) as raised:
         api.quantize(DEMO, out=tmp_path / "out", **options)
-    assert said in f"{raised.value} {raised.value.hint}"
+    assert message in f"{raised.value} {raised.value.hint}"
     assert not [*tmp_path.iterdir()]
 
 
@@ -107,7 +107,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, 
     monkeypatch.setattr(candidate_errors, "candidate_errors", None)
     with pytest.raises(RefusedError, match="exists"):
         api.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
-    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_name_of_a_result_is_that_of_its_size_and_taken_ones_are_refused_fir
     monkeypatch.setattr(candidate_errors, "candidate_errors", None)
     with pytest.raises(RefusedError, match=r"exists|is no file"):
         api.quantize(DEMO, **size, **ROWS)
-    assert [one.name for one in tmp_path.iterdir()] == [name]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_an_interruption_says_where_the_measurement_waits(small, tmp_path, monkeypatch):

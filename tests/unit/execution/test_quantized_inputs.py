@@ -45,9 +45,9 @@ def test_a_dynamic_range_costs_what_it_should(text, least, most):
 
 def test_codes_of_8_bits_are_those_of_the_token():
     x = torch.tensor([[1.0, -2.0, 127.0, 0.4], [0.5, 0.25, -0.1, 0.0]])
-    found = fake_quantize_input(x, activation("int8:token:dynamic"))
-    assert found[0].tolist() == [1, -2, 127, 0]
-    assert found[1] == pytest.approx([0.5, 0.25, -0.1, 0], abs=0.5 / 254)
+    result = fake_quantize_input(x, activation("int8:token:dynamic"))
+    assert result[0].tolist() == [1, -2, 127, 0]
+    assert result[1] == pytest.approx([0.5, 0.25, -0.1, 0], abs=0.5 / 254)
 
 
 def test_a_column_of_outliers_is_left_alone_and_the_rest_gains():
@@ -92,9 +92,9 @@ def test_a_static_range_without_an_observation_is_refused():
     seen = Statistics(
         4, peaks=torch.tensor([1.0, 2.0]), histogram=magnitude_histogram(torch.tensor([1.0, 2.0]))
     )
-    found = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
-    assert found.input == plan.scheme.input
-    assert found.parameters["input_scale"].item() == pytest.approx(2 / 127)
+    result = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
+    assert result.input == plan.scheme.input
+    assert result.parameters["input_scale"].item() == pytest.approx(2 / 127)
 
 
 def test_columns_beyond_the_threshold_are_reported():
@@ -107,15 +107,15 @@ def test_columns_beyond_the_threshold_are_reported():
 def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
     plan, tensor = layer("int8:row:sym+int8:token:dynamic:6:2")
     seen = Statistics(4, peaks=torch.tensor([70.0, 7.0, 5.9, 80.0]))
-    found = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
-    assert found.parameters["outlier_columns"].tolist() == [0, 3]
-    assert torch.equal(found.decode(), torch.tensor([[0.5, 0, 0, 2], [1, 0, 0, 3]]))
+    result = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
+    assert result.parameters["outlier_columns"].tolist() == [0, 3]
+    assert torch.equal(result.decode(), torch.tensor([[0.5, 0, 0, 2], [1, 0, 0, 3]]))
     figures, events = count_outliers(plan, seen)
     assert figures == {"outlier_columns": 3.0, "unquantized_columns": 2.0}
     assert [event.kind for event in events] == ["outliers-quantized"]
     one = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
-    found = add_input_parameters(tensor, plan, WEIGHT, one, "absmax")
-    assert found.parameters["outlier_columns"].tolist() == [2, -1]
+    result = add_input_parameters(tensor, plan, WEIGHT, one, "absmax")
+    assert result.parameters["outlier_columns"].tolist() == [2, -1]
     assert count_outliers(plan, one)[1] == ()
     with pytest.raises(RefusedError, match="outlier columns"):
         add_input_parameters(tensor, plan, WEIGHT, Statistics(), "absmax")
@@ -126,6 +126,6 @@ def test_kept_columns_leave_no_error_to_the_others():
     hessian = torch.arange(16.0).view(4, 4) + 1
     hessian = hessian @ hessian.T
     seen = Statistics(4, hessian=hessian.clone(), peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
-    found = decouple_outliers(seen, plan).hessian
-    assert found[2].tolist() == found[:, 2].tolist() == [0, 0, float(hessian[2, 2]), 0]
-    assert found[0, 1] == hessian[0, 1]
+    result = decouple_outliers(seen, plan).hessian
+    assert result[2].tolist() == result[:, 2].tolist() == [0, 0, float(hessian[2, 2]), 0]
+    assert result[0, 1] == hessian[0, 1]

@@ -52,10 +52,10 @@ def test_an_error_in_a_thread_is_that_of_the_caller():
             raise ValueError("seven")
         return item
 
-    found = []
+    outputs = []
     with pytest.raises(ValueError, match="seven"), closing(in_order(work, range(20), 3)) as results:
-        found.extend(results)
-    assert found == list(range(7))
+        outputs.extend(results)
+    assert outputs == list(range(7))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -75,8 +75,10 @@ def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
         behind.do(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "gguf"])
-def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_path, monkeypatch):
+@pytest.mark.parametrize("format_key", ["compressed-tensors", "gguf"])
+def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(
+    format_key, tmp_path, monkeypatch
+):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 4096)
     model = gguf_models.make("llama", tmp_path / "m", torch.bfloat16)
     name, file = "model.layers.1.mlp.gate_proj.weight", model / "model.safetensors"
@@ -84,12 +86,12 @@ def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_
     rows, columns = tensors[name].shape
     tensors[name][rows - 2, 7] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    choices = {"format": form} | ({"type": "Q8_0"} if form == "gguf" else {"bits": 4})
+    choices = {"format": format_key} | ({"type": "Q8_0"} if format_key == "gguf" else {"bits": 4})
     recipe = build_recipe(None, method="rtn", scales="absmax", **choices)
-    out = tmp_path / ("x.gguf" if form == "gguf" else "out")
-    with pytest.raises(InputError) as found:
+    out = tmp_path / ("x.gguf" if format_key == "gguf" else "out")
+    with pytest.raises(InputError) as raised:
         api.quantize(str(model), recipe, out, Settings(threads=2))
-    assert f"{name!r} holds nan at [{rows - 2}, 7] of [{rows}, {columns}]" in str(found.value)
+    assert f"{name!r} holds nan at [{rows - 2}, 7] of [{rows}, {columns}]" in str(raised.value)
 
 
 def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_path, monkeypatch):
@@ -134,7 +136,7 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"),
+    ("format_key", "scheme"),
     [
         ("compressed-tensors", "int4:g64:sym"),
         ("compressed-tensors", "int3:g64:asym"),
@@ -148,14 +150,14 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
 # By the compiled loops, and without.
 @pytest.mark.parametrize("least", [1 << 12, row_encoding.COMPILED_FROM])
 def test_strips_that_are_put_together_are_the_matrix(
-    tiny, form, scheme, least, tmp_path, monkeypatch
+    tiny, format_key, scheme, least, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(row_encoding, "COMPILED_FROM", least)
     model, made = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
         monkeypatch.setattr(data_free, "STRIP_ELEMENTS", elements)
         out = tmp_path / f"{elements} {threads}"
-        recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=form)
+        recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=format_key)
         api.quantize(str(model), recipe, out, Settings(threads=threads))
         made.append((out / "model.safetensors").read_bytes())
     assert made[0] == made[1] == made[2]
@@ -223,6 +225,6 @@ def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):
         )
 
     written: list[tuple[str, int]] = []
-    found = data_free.round_in_strips(map(matrix, "ab"), 2)
-    assert [one.tensor.name for one, _ in found] == ["a", "b"]
+    result = data_free.round_in_strips(map(matrix, "ab"), 2)
+    assert [item.tensor.name for item, _ in result] == ["a", "b"]
     assert written == [(name, first) for name in "ab" for first in (0, 2, 4, 6)]

@@ -28,8 +28,14 @@ MOST = 1e-4  # of the norm
 
 
 def tuned(**choices: Any) -> Any:
-    asked = {"method": "gptq", "scheme": "int2:g32:asym", "tune": 2, "calibration": ROWS, **choices}
-    return swift(**asked)
+    options = {
+        "method": "gptq",
+        "scheme": "int2:g32:asym",
+        "tune": 2,
+        "calibration": ROWS,
+        **choices,
+    }
+    return swift(**options)
 
 
 def first_step(
@@ -51,8 +57,8 @@ def first_step(
     return steps[0]
 
 
-def short(place: Path, family: str) -> Path:
-    return make_tiny(family, place / "m", num_hidden_layers=2)
+def short(directory: Path, family: str) -> Path:
+    return make_tiny(family, directory / "m", num_hidden_layers=2)
 
 
 def in_memory(path: Path) -> Any:
@@ -74,7 +80,7 @@ def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> 
 def test_gradients_are_those_of_the_whole_model(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    blocks, rows, found = first_step(tiny(family), tmp_path / "out", monkeypatch)
+    blocks, rows, result = first_step(tiny(family), tmp_path / "out", monkeypatch)
     source, model = in_memory(tiny(family)), in_memory(tiny(family))
     with torch.no_grad():
         for block in blocks:
@@ -88,10 +94,10 @@ def test_gradients_are_those_of_the_whole_model(
                 )
     for row in rows.split(1):
         with torch.no_grad():
-            wanted = source(row).logits.log_softmax(-1)
+            reference = source(row).logits.log_softmax(-1)
         own = model(row).logits.log_softmax(-1)
-        (wanted.exp() * (wanted - own)).sum().backward()
-    compared = iter(found)
+        (reference.exp() * (reference - own)).sum().backward()
+    compared = iter(result)
     experts = 0
     for block in blocks:
         for linear, matrix in block.matrices.items():
@@ -109,12 +115,12 @@ def test_gradients_are_those_of_the_whole_model(
     assert not [*compared]
 
 
-def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
-    if found is None:  # an expert without tokens
+def nearly(result: Tensor | None, expected: Tensor, name: str) -> None:
+    if result is None:  # an expert without tokens
         assert not bool(expected.any()), name
         return
-    assert found.shape == expected.shape, name
-    assert float((found - expected).norm()) <= MOST * float(expected.norm()) + 1e-9, name
+    assert result.shape == expected.shape, name
+    assert float((result - expected).norm()) <= MOST * float(expected.norm()) + 1e-9, name
 
 
 @pytest.mark.thorough
@@ -147,12 +153,12 @@ def test_the_divergence_falls_and_routers_stay(
 
 @pytest.mark.thorough
 def test_neither_threads_nor_kills_change_a_byte(tmp_path: Path) -> None:
-    wanted, model = tuned(tune=1), short(tmp_path, "gpt-oss")
-    quantize(model, tmp_path / "whole", wanted, threads=1)
+    recipe, model = tuned(tune=1), short(tmp_path, "gpt-oss")
+    quantize(model, tmp_path / "whole", recipe, threads=1)
     out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}
     with pytest.raises(StopError):
-        quantize(model, out, wanted, progress=crash_after("block 0"), **settings)
-    assert quantize(model, out, wanted, **settings).resumed
+        quantize(model, out, recipe, progress=crash_after("block 0"), **settings)
+    assert quantize(model, out, recipe, **settings).resumed
     assert tree(out) == tree(tmp_path / "whole")
 
 

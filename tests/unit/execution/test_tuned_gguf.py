@@ -52,18 +52,18 @@ def better(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model whose rows blocks of 256 fill, and whose rows of q and k a file reorders."""
-    place = tmp_path_factory.mktemp("wide") / "m"
+    directory = tmp_path_factory.mktemp("wide") / "m"
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-    return gguf_models.make("llama-tied", place, torch.bfloat16, **sizes)
+    return gguf_models.make("llama-tied", directory, torch.bfloat16, **sizes)
 
 
 def modules(path: Path) -> dict[str, QuantizedTensor]:
     opened = open_model(path)
     stored = {name: entry.to_stored_tensor() for name, entry in opened.entries.items()}
-    found = find_layouts(opened.config, stored)
+    result = find_layouts(opened.config, stored)
     return {
-        one.module: unpack(one, {one.tensor_names[0]: opened.read(one.tensor_names[0])})
-        for one in found
+        item.module: unpack(item, {item.tensor_names[0]: opened.read(item.tensor_names[0])})
+        for item in result
     }
 
 
@@ -98,8 +98,8 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
         assert int(steps.max()) <= most
         recoded |= {before.scheme.grid} if steps.any() else set()
     assert recoded == single
-    blocks = (one for module, one in other.items() if ".layers." in module)
-    assert moved == set().union(*(one.parameters for one in blocks))
+    blocks = (item for module, item in other.items() if ".layers." in module)
+    assert moved == set().union(*(block.parameters for block in blocks))
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", further("IQ3_XXS")])  # points of a lattice stay
@@ -107,20 +107,20 @@ def test_what_was_tuned_diverges_less_and_verifies(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """On the rows that it learns on: eight steps on random tokens tell of no others."""
-    found: list[TuningResult] = []
+    results: list[TuningResult] = []
     tune, divergence = TuningStream.tune, TuningStream._divergence
 
     def learned(self: Any, blocks: Any, states: Any, held: range) -> float:
         return divergence(self, blocks, states, range(held.start))
 
     def noted(*arguments: Any) -> TuningResult:
-        found.append(tune(*arguments))
-        return found[-1]
+        results.append(tune(*arguments))
+        return results[-1]
 
     monkeypatch.setattr(TuningStream, "tune", noted)
     monkeypatch.setattr(TuningStream, "_divergence", learned)
     quantize(wide, tmp_path / "x.gguf", tuned(kind, gptq=GptqOptions(refine=0)))
-    assert found[0].after < 0.99 * found[0].before
+    assert results[0].after < 0.99 * results[0].before
     for source in (None, wide):
         report = verify(tmp_path / "x.gguf", source)
         assert report.findings == [], source
@@ -135,16 +135,16 @@ def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) 
         tmp_path / "x.gguf",
     )
     quantize(model, out, tuned("Q4_0"))
-    source, found = open_model(model), open_model(out)
+    source, result = open_model(model), open_model(out)
     name = "model.layers.1.input_layernorm.weight"
-    before, after = source.read(name).float(), found.read(name).float()
+    before, after = source.read(name).float(), result.read(name).float()
     offset = 1.0 if family == "gemma2" else 0.0
     ratios = (after + offset) / (before + offset)
     assert 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
     assert float((ratios - 1).abs().max()) > 1e-4
     assert not torch.equal(after.bfloat16().float(), after)
     assert torch.equal(
-        found.read("model.norm.weight").float(), source.read("model.norm.weight").float()
+        result.read("model.norm.weight").float(), source.read("model.norm.weight").float()
     )
     report = verify(out, model, forward=False)
     assert report.findings == []

@@ -89,7 +89,7 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "form", "epochs"),
+    ("family", "method", "format_key", "epochs"),
     [
         ("gemma2", "gptq", "gptq", 1),
         ("gpt2", "gptq", "compressed-tensors", 3),
@@ -98,14 +98,14 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_only_what_is_learned_changes(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    family: str, method: str, form: str, epochs: int,
+    family: str, method: str, format_key: str, epochs: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(
         tuning_bounds, "MAX_CODE_RATE", 1.0
     )  # a few steps are too few for codes else
     every_epoch_is_better(monkeypatch)
     for name, times in (("plain", 0), ("tuned", epochs)):
-        quantize(short(family), tmp_path / name, tuned(method, tune=times, format=form))
+        quantize(short(family), tmp_path / name, tuned(method, tune=times, format=format_key))
     plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
     changed = {
         name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
@@ -126,12 +126,12 @@ def test_only_what_is_learned_changes(
 def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
-    reached, wanted, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
+    reached, expected, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
     tune = TuningStream.tune_block
 
     def noted(self: TuningStream, part: DecoderBlock, *arguments: Any) -> Any:
         reached[part.index] = self._result_input(part.index)(3).states.clone()
-        wanted[part.index] = self._states.read(3, 4).clone()
+        expected[part.index] = self._states.read(3, 4).clone()
         rows.append(self._rows[3:4])
         return tune(self, part, *arguments)
 
@@ -146,7 +146,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     assert float((result[2] - source[2]).norm()) > 0.1 * float(source[2].norm())
     for index in (1, 2):
         torch.testing.assert_close(reached[index], result[index], rtol=0, atol=1e-4)
-        torch.testing.assert_close(wanted[index - 1], source[index], rtol=0, atol=1e-4)
+        torch.testing.assert_close(expected[index - 1], source[index], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["gptq", further("awq+gptq")])
@@ -205,11 +205,11 @@ def test_it_goes_on_where_it_was_stopped(
 
 @pytest.mark.thorough
 def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Path) -> None:
-    wanted = tuned("awq+gptq")
-    quantize(short("gpt2"), tmp_path / "whole", wanted)
+    recipe = tuned("awq+gptq")
+    quantize(short("gpt2"), tmp_path / "whole", recipe)
     with pytest.raises(StopError):
-        quantize(short("gpt2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
-    assert quantize(short("gpt2"), tmp_path / "out", wanted).resumed
+        quantize(short("gpt2"), tmp_path / "out", recipe, progress=crash_after("tune block 0"))
+    assert quantize(short("gpt2"), tmp_path / "out", recipe).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     report = verify(tmp_path / "out", short("gpt2"), forward=False)
     assert (report.findings, report.unrecorded_factors) == ([], [])
@@ -239,8 +239,8 @@ def test_damage_behind_transforms_is_told_from_what_was_learned(
     if tensor:
         values[f"model.decoder.layers.1.{tensor}"][3:9] *= part
     save_file(values, path, metadata={"format": "pt"})
-    found = verify(out, short("opt"), forward=False).findings
-    errors = {item.check for item in found if item.where != "model.safetensors"}  # its digest
+    output = verify(out, short("opt"), forward=False).findings
+    errors = {item.check for item in output if item.where != "model.safetensors"}  # its digest
     assert check in errors if check else not errors
 
 
@@ -316,9 +316,9 @@ def test_what_cannot_be_tuned_is_refused(
     short: Tiny, tmp_path: Path, family: str, method: str, choices: dict[str, Any],
     error: type[Exception], words: str,
 ) -> None:  # fmt: skip
-    with pytest.raises(error, match=words) as found:
+    with pytest.raises(error, match=words) as raised:
         plan(short(family), swift(method, **({"tune": 1} | (choices or {"bits": 4}))))
-    assert "--tune" in str(found.value.hint)  # type: ignore[attr-defined]
+    assert "--tune" in str(raised.value.hint)  # type: ignore[attr-defined]
 
 
 def test_one_calibration_row_is_refused(short: Tiny, tmp_path: Path) -> None:
@@ -336,12 +336,12 @@ def test_gains_beyond_the_bounds_are_found(short: Tiny, tmp_path: Path, result: 
     values["model.norm.weight"][3] *= 1.1  # it is not tuned
     save_file(values, path, metadata={"format": "pt"})
     report = verify(tmp_path / "out", short("llama"), forward=False)
-    found = {
+    results = {
         item.where
         for item in report.findings
         if item.check in {"unquantized-changed", "scale-fold"}
     }
-    assert found == {name, "model.norm.weight"}
+    assert results == {name, "model.norm.weight"}
 
 
 def test_no_step_takes_a_gain_beyond_the_bounds(

@@ -91,14 +91,14 @@ def test_a_tensor_whose_columns_alternate_is_kept_as_two(output: UnitOutput) -> 
 def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whole(
     output: UnitOutput, tensor: TensorPlan, value: Tensor, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    asked: list[object] = []
+    requested: list[object] = []
 
     def rows(_: TensorPlan, first: int, last: int) -> Tensor:
-        asked.append((first, last))
+        requested.append((first, last))
         return value[first:last]
 
     def read(_: TensorPlan) -> Tensor:
-        asked.append("whole")
+        requested.append("whole")
         return value
 
     monkeypatch.setattr(type(output.storage), "needs_whole_tensor", lambda *_: whole)
@@ -107,7 +107,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
     MatrixRounder.copy(rounding, tensor)
     assert torch.equal(value_of(output, tensor.outputs[0].name)[0], value)
     in_runs = bool(value.shape) and not whole
-    assert asked == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
+    assert requested == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
 
 
 def test_engines_load_matrices_of_one_input_with_one_parameter() -> None:

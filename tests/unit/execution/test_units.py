@@ -50,11 +50,11 @@ MIXTURE = (
 
 
 def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others() -> None:
-    found = list_units(plan_of(*MIXTURE), 2)
-    assert [unit.name for unit in found] == [
+    units = list_units(plan_of(*MIXTURE), 2)
+    assert [unit.name for unit in units] == [
         "outer", "block 0 expert 0", "block 0 expert 1", "block 0", "block 1", "head",
     ]  # fmt: skip
-    assert [[tensor.name for tensor in unit.tensors] for unit in found] == [
+    assert [[tensor.name for tensor in unit.tensors] for unit in units] == [
         ["embed"], ["up 0"], ["up 1"], ["q"], ["o"], ["head"],
     ]  # fmt: skip
     assert unit_name_of(MIXTURE[3], plan_of(*MIXTURE)) == "block 0 expert 0"
@@ -64,8 +64,8 @@ def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others
 
 
 def test_experts_are_claimed_with_their_block() -> None:
-    found = claimable_units(list_units(plan_of(*MIXTURE), 2))
-    assert [(unit.name, [tensor.name for tensor in unit.tensors]) for unit in found] == [
+    units = claimable_units(list_units(plan_of(*MIXTURE), 2))
+    assert [(unit.name, [tensor.name for tensor in unit.tensors]) for unit in units] == [
         ("outer", ["embed"]), ("block 0", ["up 0", "up 1", "q"]), ("block 1", ["o"]), ("head", ["head"]),
     ]  # fmt: skip
 

@@ -21,10 +21,10 @@ def matrix(rotation: Rotation) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_a_hadamard_matrix_under_signs(size: int) -> None:
-    found = matrix(Rotation(size, "any"))
-    assert torch.equal(found.abs(), torch.full((size, size), size**-0.5).double())
+    result = matrix(Rotation(size, "any"))
+    assert torch.equal(result.abs(), torch.full((size, size), size**-0.5).double())
     torch.testing.assert_close(
-        found @ found.T, torch.eye(size, dtype=torch.float64), atol=1e-5, rtol=0
+        result @ result.T, torch.eye(size, dtype=torch.float64), atol=1e-5, rtol=0
     )
 
 

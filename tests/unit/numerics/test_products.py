@@ -109,14 +109,14 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
 def test_no_product_of_a_run_is_left_to_several_threads(
     family: str, method: str, values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:  # fmt: skip
-    wanted = swift(method) if method == "awq+gptq" else recipe(method)
+    expected = swift(method) if method == "awq+gptq" else recipe(method)
     for key, value in values.items():
         group, _, option = key.rpartition(".")
-        inner = replace(getattr(wanted, group), **{option: value}) if group else value
-        wanted = replace(wanted, **{group or key: inner})
+        inner = replace(getattr(expected, group), **{option: value}) if group else value
+        expected = replace(expected, **{group or key: inner})
     with Watch() as watch:
         api.quantize(
-            str(tiny(family)), wanted, tmp_path / NAMES[wanted.format], Settings(threads=8)
+            str(tiny(family)), expected, tmp_path / NAMES[expected.format], Settings(threads=8)
         )
     assert watch.seen > 100
     assert not watch.shared_out
@@ -208,17 +208,17 @@ def test_products_are_those_of_torch_for_any_threads(
     monkeypatch.setattr(products, "SETUP", 0)
     monkeypatch.setattr(products, "LEAST", 1 << 18)
     monkeypatch.setattr(products, "SIDE", 64)
-    product, found = _products()[name], []
+    product, results = _products()[name], []
     with torch.inference_mode():
         expected = product()
         for count in (1, 2, 5):
             threads(count)
             with reproducible(), tiled_products():
-                found.append(product())
+                results.append(product())
             assert torch.get_num_threads() == count
-    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-4)
-    for other in found[1:]:
-        assert torch.equal(other, found[0])
+    torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-4)
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
 
 
 @pytest.mark.parametrize("onednn", [False, True], ids=["mkl", "onednn"])
@@ -252,12 +252,12 @@ def test_gradients_of_linears_are_those_of_torch_for_any_threads(
     expected = both(1)  # outside of `reproducible`, so torch's own
     for threads in (1, 2, 5):
         with reproducible():
-            found = both(threads)
+            result = both(threads)
         if threads == 1:
-            first = found
-            for one, wanted in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-3)
-        assert all(map(torch.equal, found, first))
+            first = result
+            for one, reference in zip(result, expected, strict=True):
+                torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-3)
+        assert all(map(torch.equal, result, first))
     assert shared == [2, 2, 5, 5]
 
 
@@ -279,10 +279,10 @@ def test_products_in_bfloat16_are_those_of_autocast(
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         expected = functional.linear(x, weight, bias=bias)
         with reproducible(), tiled_products():
-            found = functional.linear(x, weight, bias=bias)
+            result = functional.linear(x, weight, bias=bias)
             in_place.addmm_(x, weight.T)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-1)
+    assert result.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-1)
     torch.testing.assert_close(in_place, start + x @ weight.T, rtol=1e-5, atol=1e-3)
 
 
@@ -298,8 +298,8 @@ def test_large_products_are_computed_on_the_threads_of_the_run(
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         used.add((threading.get_ident(), torch.get_num_threads()))
-        found: Tensor = product(*args, **kwargs)
-        return found
+        result: Tensor = product(*args, **kwargs)
+        return result
 
     monkeypatch.setattr(place, name, noted)
     threads(2)
@@ -366,8 +366,8 @@ def test_onednn_is_asked_for_few_shapes_whatever_the_rows(monkeypatch: pytest.Mo
 
     with torch.inference_mode(), reproducible(), tiled_products(), Asked():
         for rows in range(2, 257):
-            found = functional.linear(x[:rows], weight, bias)
-            torch.testing.assert_close(found, whole[:rows], rtol=1e-5, atol=1e-4)
+            result = functional.linear(x[:rows], weight, bias)
+            torch.testing.assert_close(result, whole[:rows], rtol=1e-5, atol=1e-4)
     assert asked == {16, 24, *range(32, 257, 32)}  # of fewer MKL is asked
 
 
@@ -377,10 +377,10 @@ def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
 ) -> None:
     monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "LEAST", 1 << 18)
-    asked, product = [], products._onednn_linear
+    requested, product = [], products._onednn_linear
 
     def noted(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        asked.append(a.is_contiguous() and (b.is_contiguous() or b.T.is_contiguous()))
+        requested.append(a.is_contiguous() and (b.is_contiguous() or b.T.is_contiguous()))
         return product(a, b, bias)
 
     monkeypatch.setattr(products, "_onednn_linear", noted)
@@ -389,8 +389,8 @@ def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
     with torch.inference_mode(), reproducible():
         for factor in (b, b.T.contiguous().T):
             torch.testing.assert_close(products.matmul(a, factor), a @ b, rtol=1e-4, atol=1e-3)
-    assert len(asked) > 4
-    assert all(asked)
+    assert len(requested) > 4
+    assert all(requested)
 
 
 def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:

@@ -115,9 +115,9 @@ def test_the_share_is_the_time_that_threads_ran_of_what_they_asked_for(monkeypat
 def test_this_system_counts_the_share():
     share = shared_processors.ProcessorShare()
     sum(range(3_000_000))
-    found = share.current_share()
-    assert found is not None
-    assert 0 < found <= 1
+    result = share.current_share()
+    assert result is not None
+    assert 0 < result <= 1
 
 
 def test_nothing_is_said_where_the_system_does_not_count(monkeypatch):

@@ -25,20 +25,20 @@ def test_block_scales_round_inputs_as_they_round_weights(grid, size):
     parameters = packer.fit(x, scheme)
     expected = packer.decode(packer.encode(x, parameters, scheme), parameters, scheme)
     scale = 1 / parameters["divisor"] if grid == "nvfp4" else None
-    found = fake_quantize_input(x, Activation(grid, f"g{size}", scale is None), scale)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert not torch.equal(found, x)
+    result = fake_quantize_input(x, Activation(grid, f"g{size}", scale is None), scale)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)
+    assert not torch.equal(result, x)
 
 
 def test_mxfp4_takes_the_nearest_level_under_the_power_of_two_of_the_standard():
     x = values(64).double()
-    found = fake_quantize_input(x.float(), Activation("mxfp4", "g32")).double()
+    result = fake_quantize_input(x.float(), Activation("mxfp4", "g32")).double()
     groups = x.view(5, 2, 32)
     steps = 2.0 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - 2)
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).double()
     scaled = groups / steps
     nearest = (scaled.abs().unsqueeze(-1) - levels).abs().argmin(-1)
-    assert torch.equal(found, (levels[nearest] * scaled.sign() * steps).view(5, 64))
+    assert torch.equal(result, (levels[nearest] * scaled.sign() * steps).view(5, 64))
 
 
 def test_the_last_run_of_channels_may_be_shorter():

@@ -43,8 +43,8 @@ def error(weight, tensor, columns):
 @pytest.mark.parametrize("grid", ENCODED)
 def test_the_search_is_as_good_as_it_says(grid):
     weight, columns = matrix(), importance()
-    found = error(weight, encode_rows(weight, parse(grid), columns), columns)
-    assert found == pytest.approx(ERRORS[grid], rel=0.04)
+    result = error(weight, encode_rows(weight, parse(grid), columns), columns)
+    assert result == pytest.approx(ERRORS[grid], rel=0.04)
 
 
 @pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))

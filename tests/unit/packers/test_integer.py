@@ -176,11 +176,11 @@ def test_searching_never_loses_to_covering_and_usually_wins(text: str, weighted:
     )
     columns = torch.ones(66) if importance is None else importance
     plain = (weight - _decoded(weight, scheme)).square() * columns
-    found = (weight - _decoded(weight, scheme, importance, search=True)).square() * columns
+    result = (weight - _decoded(weight, scheme, importance, search=True)).square() * columns
     size = weight.numel() if "tensor" in text else scheme.group_size(66)
-    plain, found = plain.reshape(-1, size).sum(1), found.reshape(-1, size).sum(1)
-    assert bool((found <= plain * (1 + 1e-5)).all())
-    assert float(found.sum()) < (0.995 if scheme.bits == 8 else 0.97) * float(plain.sum())
+    plain, result = plain.reshape(-1, size).sum(1), result.reshape(-1, size).sum(1)
+    assert bool((result <= plain * (1 + 1e-5)).all())
+    assert float(result.sum()) < (0.995 if scheme.bits == 8 else 0.97) * float(plain.sum())
 
 
 def test_the_sign_of_the_scale_lets_the_longer_side_serve_either_tail() -> None:

@@ -48,11 +48,11 @@ def slow(
     middle = (groups.min(1) + groups.max(1)) / 2
 
     def codes(scale: Array, zero: Array) -> Array:
-        found = numpy.round(groups / scale[:, None])
-        return numpy.clip(found, (low - zero)[:, None], (high - zero)[:, None])
+        result = numpy.round(groups / scale[:, None])
+        return numpy.clip(result, (low - zero)[:, None], (high - zero)[:, None])
 
-    def lost(found: Array, scale: Array) -> Array:
-        return (importance * (groups - found * scale[:, None]) ** 2).sum(1)
+    def lost(result: Array, scale: Array) -> Array:
+        return (importance * (groups - result * scale[:, None]) ** 2).sum(1)
 
     def candidates() -> Any:
         for part in PARTS:
@@ -70,11 +70,11 @@ def slow(
     best, zeros = plain
     least = lost(codes(best, zeros), best)
     for scale, zero in candidates():
-        found = codes(scale, zero)
-        squares = (importance * found**2).sum(1)
-        products = (importance * groups * found).sum(1)
+        result = codes(scale, zero)
+        squares = (importance * result**2).sum(1)
+        products = (importance * groups * result).sum(1)
         fitted = stored(products / numpy.where(squares, squares, 1))
-        error = lost(found, fitted)
+        error = lost(result, fitted)
         better = (error < least) & (fitted != 0)
         best, zeros = numpy.where(better, fitted, best), numpy.where(better, zero, zeros)
         least = numpy.where(better, error, least)
@@ -102,9 +102,11 @@ def expected(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> tuple
     return slow(groups, weights, (scales, zeros), scheme, stored)
 
 
-def agreement(found: Tensor, wanted: Array) -> float:
+def agreement(result: Tensor, reference: Array) -> float:
     """The share of numbers that are the same but for rounding: near ties may fall otherwise."""
-    return float(numpy.isclose(found.double().flatten().numpy(), wanted, rtol=2e-5, atol=0).mean())
+    return float(
+        numpy.isclose(result.double().flatten().numpy(), reference, rtol=2e-5, atol=0).mean()
+    )
 
 
 @each_value(
@@ -128,10 +130,10 @@ def test_scales_and_zeros_are_those_of_a_slow_search(text: str, weighted: bool) 
     scheme = parse(text)
     chosen = importance if weighted else None
     scales, zeros = expected(weight, scheme, chosen)
-    found = integer.fit(weight, scheme, chosen, search=True)
-    assert agreement(found["scales"], scales) > 0.97
+    result = integer.fit(weight, scheme, chosen, search=True)
+    assert agreement(result["scales"], scales) > 0.97
     if not scheme.symmetric:
-        assert agreement(found["zeros"], zeros) > 0.97
+        assert agreement(result["zeros"], zeros) > 0.97
 
 
 @pytest.fixture
@@ -144,10 +146,10 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def search(groups: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         given.append(groups)
-        return found(groups, *rest)
+        return result(groups, *rest)
 
     given: list[Tensor] = []
-    found = scale_loops.search_integer_scales
+    result = scale_loops.search_integer_scales
     monkeypatch.setattr(numba, "njit", uncompiled)
     monkeypatch.setattr(scale_loops, "_compiled_search", scale_loops._compiled_search.__wrapped__)
     monkeypatch.setattr(scale_loops, "search_integer_scales", search)
@@ -171,14 +173,14 @@ def test_the_loops_for_large_matrices_make_the_same_search(
     weights, (low, high) = integer._split_importance(chosen, groups), integer.code_range(scheme)
     for large in (False, True):
         monkeypatch.setattr(rows, "COMPILED_FROM", weight.numel() + (not large))
-        found: tuple[Tensor, ...]
+        result: tuple[Tensor, ...]
         if scheme.symmetric:
-            found = (scale_search.search_scales(groups, plain["scales"], weights, low, high),)
+            result = (scale_search.search_scales(groups, plain["scales"], weights, low, high),)
         else:
             middles = plain["zeros"].float()
-            found = scale_search.search_scales_and_zeros(
+            result = scale_search.search_scales_and_zeros(
                 groups, plain["scales"], middles, weights, 1, high
             )
         assert len(looped) == (large and "tensor" not in text)  # they know groups of one row only
-        for one, wanted in zip(found, (scales, zeros), strict=False):
-            assert agreement(one, wanted) > 0.97
+        for one, reference in zip(result, (scales, zeros), strict=False):
+            assert agreement(one, reference) > 0.97

@@ -44,8 +44,8 @@ Array = NDArray[numpy.float32]
 def _operations(a, b, out):  # type: ignore[no-untyped-def]
     one, other = load(a, 1), load(b, 0)
     results = (one + other, one - other, one * other, one / other, vector_min(one, other))
-    for place, value in enumerate(results):
-        store(out, 8 * place, value)
+    for index, value in enumerate(results):
+        store(out, 8 * index, value)
     store(out, 40, vector_max(one, other))
     store(out, 48, select_if_less(one, other, other, broadcast(numpy.float32(2))))
     store(out, 56, multiply_add(one, other, other))
@@ -71,8 +71,8 @@ def test_eight_floats_are_computed_with_as_single_ones() -> None:
     b[3], x = a[4], a[1:]
     out = numpy.empty(64, numpy.float32)
     folded, under, other, bit = _operations(a, b, out)
-    wanted = [x + b, x - b, x * b, x / b, numpy.minimum(x, b), numpy.maximum(x, b)]
-    assert numpy.array_equal(out[:48], numpy.concatenate(wanted))
+    expected = [x + b, x - b, x * b, x / b, numpy.minimum(x, b), numpy.maximum(x, b)]
+    assert numpy.array_equal(out[:48], numpy.concatenate(expected))
     assert numpy.array_equal(out[48:56], numpy.where(x < b, b, numpy.float32(2)))
     assert out[56:] == pytest.approx(x * b + b, rel=1e-5, abs=1e-6)
     assert folded[:2] == (x.min(), x.max())
@@ -96,7 +96,7 @@ def _tried_one_by_one(
     sumx, sumw = numpy.zeros(size + 1, numpy.float32), numpy.zeros(size + 1, numpy.float32)
     for j, i in enumerate(order):
         sumx[j + 1], sumw[j + 1] = sumx[j] + w[i] * x[i], sumw[j] + w[i]
-    best, found = numpy.finfo(numpy.float32).min, (numpy.float32(0), -1, -1, -1)
+    best, result = numpy.finfo(numpy.float32).min, (numpy.float32(0), -1, -1, -1)
     for i1 in range(size + 1):
         for i2 in range(i1, size + 1):
             for k in range(ways):
@@ -123,8 +123,8 @@ def _tried_one_by_one(
                         square += w[i] * value * value
                 if square > 0 and product * product > best * square:
                     best = product / square * product
-                    found = (product / square, i1, i2, k)
-    return found
+                    result = (product / square, i1, i2, k)
+    return result
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -154,9 +154,9 @@ def test_a_group_is_cut_as_if_all_ways_were_tried(ways: int) -> None:
             x[1:] = 0
         elif kind == 7:
             w = w**8
-        found = _cut(x, w, ways, order, scratch)
+        result = _cut(x, w, ways, order, scratch)
         assert numpy.array_equal(order, numpy.argsort(x, kind="stable"))
-        assert tuple(found) == _tried_one_by_one(x, w, order, ways)
+        assert tuple(result) == _tried_one_by_one(x, w, order, ways)
 
 
 @pytest.mark.parametrize("grid", sorted(LATTICES))
@@ -167,9 +167,9 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.magnitudes)
     shift = torch.full_like(x, -lattice.shift_size) if grid == "iq1_s" else None
     codes = nearest_weighted(x, step, shift, grid, w)
-    found = decode_values(codes, grid) + (0 if shift is None else shift)
+    result = decode_values(codes, grid) + (0 if shift is None else shift)
     width = lattice.width
-    mine = ((x - found * step).square() * w).view(-1, width).sum(1)
+    mine = ((x - result * step).square() * w).view(-1, width).sum(1)
     target = x.abs() if lattice.signs else x
     if lattice.signs == "even":
         odd = (x < 0).view(-1, 8).sum(1) % 2
@@ -204,8 +204,8 @@ def _halves_of(values):  # type: ignore[no-untyped-def]
 def test_units_are_rounded_as_float16() -> None:
     values = torch.rand(4000, generator=torch.Generator().manual_seed(7)).mul(40).sub(28).exp2()
     values = torch.cat([values, torch.tensor([0.0, 2**-14, 2**-24, 2**-25, 1 + 2**-11, 65504.0])])
-    found = torch.from_numpy(_halves_of(values.numpy()))
-    assert torch.equal(found, values.half().float())
+    result = torch.from_numpy(_halves_of(values.numpy()))
+    assert torch.equal(result, values.half().float())
 
 
 def even_rows() -> tuple[Tensor, Tensor]:

@@ -60,18 +60,18 @@ def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
     tensor = unpack_blocks(raw, parse(grid))
     assert torch.equal(pack_blocks(tensor), raw)
     with numpy.errstate(all="ignore"):
-        wanted = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[grid.upper()])
-    known = ~numpy.isnan(wanted)
+        expected = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[grid.upper()])
+    known = ~numpy.isnan(expected)
     assert known.mean() > 0.9
-    found = decode_blocks(raw, grid.upper()).numpy()
-    assert numpy.array_equal(found.view(numpy.int32)[known], wanted.view(numpy.int32)[known])
+    result = decode_blocks(raw, grid.upper()).numpy()
+    assert numpy.array_equal(result.view(numpy.int32)[known], expected.view(numpy.int32)[known])
     part = packer.decode(
         tensor.codes[:, 40 // tensor_width(grid) : 304 // tensor_width(grid)],
         tensor.parameters,
         tensor.scheme,
         slice(40, 304),
     )
-    assert numpy.array_equal(part.numpy(), found[:, 40:304], equal_nan=True)
+    assert numpy.array_equal(part.numpy(), result[:, 40:304], equal_nan=True)
 
 
 def tensor_width(grid: str) -> int:
@@ -79,7 +79,7 @@ def tensor_width(grid: str) -> int:
 
 
 def digest(*tensors: Tensor) -> str:
-    return hashlib.sha256(b"".join(one.numpy().tobytes() for one in tensors)).hexdigest()[:32]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:32]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -124,7 +124,7 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
     t = torch.randn(64, width, generator=draw) * float(lattice_points(grid).std()) * 1.2
     step, none = torch.ones(64), torch.zeros(64)
     codes = packer.nearest_in_metric(t, step, none, grid, root)
-    found = ((t - decode_values(codes, grid)) @ root).square().sum(1)
+    result = ((t - decode_values(codes, grid)) @ root).square().sum(1)
     best = torch.full((64,), torch.inf)
     masks = (
         range(1 << width)
@@ -140,8 +140,8 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
             q = decode_values((every | (mask | turn) << lattice.sign_shift).unsqueeze(1), grid)
             best = torch.minimum(best, ((t @ root).unsqueeze(1) - q @ root).square().sum(2).amin(1))
     if len(masks) > 1 or not lattice.signs:
-        assert float((found / best).mean()) < 1.02
-        assert float((found / best).min()) > 0.999
+        assert float((result / best).mean()) < 1.02
+        assert float((result / best).min()) > 0.999
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -154,10 +154,12 @@ def test_feedback_in_panels_loses_less(grid: str) -> None:
     errors = []
     for method, refine in ((rtn, 0), (gptq, 0), (gptq, 2)):
         rounding = Rounding("search", GptqOptions(refine=refine))
-        found = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
-        assert isinstance(found, QuantizedTensor)
-        assert torch.equal(unpack_blocks(pack_blocks(found), parse(grid)).decode(), found.decode())
-        error = weight - found.decode()
+        result = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
+        assert isinstance(result, QuantizedTensor)
+        assert torch.equal(
+            unpack_blocks(pack_blocks(result), parse(grid)).decode(), result.decode()
+        )
+        error = weight - result.decode()
         errors.append(float((error @ hessian * error).sum()))
     plain, unrefined, refined = errors
     assert unrefined < 0.7 * plain

@@ -31,8 +31,8 @@ def rounded(weight: torch.Tensor, text: str, *, search: bool = False) -> torch.T
     return packer.decode(packer.encode(weight, parameters, scheme), parameters, scheme)
 
 
-def decibels(weight: torch.Tensor, found: torch.Tensor) -> float:
-    return float(10 * torch.log10(weight.square().sum() / (weight - found).square().sum()))
+def decibels(weight: torch.Tensor, result: torch.Tensor) -> float:
+    return float(10 * torch.log10(weight.square().sum() / (weight - result).square().sum()))
 
 
 @pytest.mark.parametrize("text", DECIBELS)
@@ -92,11 +92,11 @@ def test_runs_that_end_next_to_the_border_of_a_group(text):
 def test_zeros_constants_and_tiny_groups_stay_finite(text, search):
     weight = torch.zeros(128, 256)
     weight[1], weight[2], weight[3, :64] = 0.5, -0.5, 1e-30
-    found = rounded(weight, text, search=search)
-    assert bool(found.isfinite().all())
-    assert not bool(found[0].any())
+    result = rounded(weight, text, search=search)
+    assert bool(result.isfinite().all())
+    assert not bool(result[0].any())
     if "tensor" not in text and "128x128" not in text:
-        assert found[1:3].abs().sub(0.5).abs().max() < 0.07
+        assert result[1:3].abs().sub(0.5).abs().max() < 0.07
 
 
 @pytest.mark.parametrize("grid", ["nf4", "fp4"])
@@ -180,8 +180,8 @@ def test_a_minimum_beyond_its_type_is_refused(shift, search):
     weight = torch.linspace(-10, 10, 64).view(1, 64) + shift
     with pytest.raises(InputError, match=r"minimum of .* is beyond"):
         integer.fit(weight, parse("int4:g64:min:f16"), search=search)
-    found = integer.fit(weight, parse("int4:g64:min:bf16"), search=search)
-    assert bool(found["mins"].isfinite().all())
+    result = integer.fit(weight, parse("int4:g64:min:bf16"), search=search)
+    assert bool(result["mins"].isfinite().all())
 
 
 def test_e2m1_ties_go_to_the_even_code():
@@ -213,13 +213,13 @@ def test_matrices_that_are_joined_share_the_divisor_of_nvfp4():
     from quantforge.recipe import Rounding
 
     weights = {"q": normal(32, 64), "k": normal(16, 64, seed=1) * 8}
-    found = rtn.round_matrices(
+    output = rtn.round_matrices(
         weights, Statistics(), dict.fromkeys(weights, parse("nvfp4")), Rounding(scales="absmax")
     )
-    divisors = {float(result.tensor.parameters["divisor"]) for result in found.values()}
+    divisors = {float(result.tensor.parameters["divisor"]) for result in output.values()}
     assert len(divisors) == 1
     assert divisors.pop() == pytest.approx(448 * 6 / float(weights["k"].abs().max()))
-    for name, result in found.items():
+    for name, result in output.items():
         assert result.tensor.shape == tuple(weights[name].shape)
         assert (result.tensor.decode() - weights[name]).norm() < 0.11 * weights[name].norm()
 

@@ -54,11 +54,13 @@ def slow(
     """Return the best scale of each group ``[n, size]``, the start and then the factors being tried in their order."""
 
     def tried(scales: Array, fitted: Array | None = None) -> tuple[Array, Array]:
-        found = nearest(groups / scales[:, None], levels)
+        result = nearest(groups / scales[:, None], levels)
         if fitted is None:
-            squares = (importance * found**2).sum(1)
-            fitted = stored((importance * groups * found).sum(1) / numpy.where(squares, squares, 1))
-        return fitted, (importance * (groups - found * fitted[:, None]) ** 2).sum(1)
+            squares = (importance * result**2).sum(1)
+            fitted = stored(
+                (importance * groups * result).sum(1) / numpy.where(squares, squares, 1)
+            )
+        return fitted, (importance * (groups - result * fitted[:, None]) ** 2).sum(1)
 
     best, error = tried(start, start)
     for factor in [*factors, None, None]:  # the winner is fitted twice more
@@ -74,10 +76,10 @@ def parts(weight: Tensor, importance: Tensor, size: int) -> tuple[Array, Array]:
     return groups, importance.double().expand(weight.shape).reshape(-1, size).numpy()
 
 
-def agreement(found: Tensor, expected: Array) -> float:
+def agreement(result: Tensor, expected: Array) -> float:
     """The share of scales that are the same but for rounding: near ties may fall otherwise."""
     return float(
-        numpy.isclose(found.double().flatten().numpy(), expected, rtol=2e-5, atol=0).mean()
+        numpy.isclose(result.double().flatten().numpy(), expected, rtol=2e-5, atol=0).mean()
     )
 
 
@@ -89,15 +91,15 @@ def test_scales_of_codebooks_are_searched_from_above_the_range_to_two_thirds_of_
     groups, weights = parts(weight, importance, 32)
     start, levels = abs(groups).max(1), numpy.sort(nf4.codebook(grid).double().numpy())
     factors = numpy.linspace(1.06, 0.64, 13)
-    found = nf4.fit(weight, parse(f"{grid}:g32:sym:f32"), importance, search=True)["scales"]
+    result = nf4.fit(weight, parse(f"{grid}:g32:sym:f32"), importance, search=True)["scales"]
     expected = slow(groups, weights, start, levels, [*factors, *-factors])
-    assert agreement(found, expected) > 0.985
+    assert agreement(result, expected) > 0.985
     if grid == "nf4":
-        assert 0.2 < float((found < 0).float().mean()) < 0.8
+        assert 0.2 < float((result < 0).float().mean()) < 0.8
     positive = slow(groups, weights, start, levels, list(factors))
     nested = nf4.fit(weight, parse(f"{grid}:g32:sym:double"), importance, search=True)
     again = nf4.dequantize_scales(
-        nf4.quantize_scales(torch.from_numpy(positive).float().view(found.shape))
+        nf4.quantize_scales(torch.from_numpy(positive).float().view(result.shape))
     )
     assert agreement(nf4.dequantize_scales(nested), again.double().flatten().numpy()) > 0.985
 
@@ -124,8 +126,8 @@ def test_scales_of_nvfp4_are_searched_from_half_to_twice_the_covering_one(
 ) -> None:
     weight, importance = case
     groups, weights = parts(weight, importance, 16)
-    found = fp4.fit(weight, parse("nvfp4"), importance, search=True)
-    divisor = float(found["divisor"])
+    result = fp4.fit(weight, parse("nvfp4"), importance, search=True)
+    divisor = float(result["divisor"])
 
     def stored(scales: Array) -> Array:
         kept = torch.from_numpy(numpy.clip(scales * divisor, 2.0**-9, 448)).to(torch.float8_e4m3fn)
@@ -134,16 +136,16 @@ def test_scales_of_nvfp4_are_searched_from_half_to_twice_the_covering_one(
     factors = [2 ** (step / 8) for step in range(-7, 9)]
     start = stored(abs(groups).max(1) / 6)
     expected = slow(groups, weights, start, both(E2M1), factors, stored)
-    assert agreement(found["scales"].float() / divisor, expected) > 0.985
+    assert agreement(result["scales"].float() / divisor, expected) > 0.985
 
 
 def test_a_search_of_nvfp4_has_room_for_half_more_than_the_largest_covering_scale() -> None:
     weight = torch.zeros(1, 32)
     weight[0, :16] = torch.tensor([4, 3, 2, 1.5, 1, 0.5, -4, -3, -2, -1.5, -1, -0.5, 4, 3, 2, 1])
     scheme = parse("nvfp4")
-    found = fp4.fit(weight, scheme, search=True)
-    assert float(found["scales"][0, 0]) == 448  # and 448 / 1.5 is what covers the range
-    assert torch.equal(fp4.decode(fp4.encode(weight, found, scheme), found, scheme), weight)
+    result = fp4.fit(weight, scheme, search=True)
+    assert float(result["scales"][0, 0]) == 448  # and 448 / 1.5 is what covers the range
+    assert torch.equal(fp4.decode(fp4.encode(weight, result, scheme), result, scheme), weight)
     plain = fp4.fit(weight, scheme)
     assert float(plain["divisor"]) == 448 * 6 / 4
     assert float(plain["scales"][0, 0]) == 448
@@ -172,11 +174,11 @@ def test_exponents_of_mxfp8_are_searched_next_to_those_of_the_range() -> None:
     exponents = fp4.fit(weight, scheme)["exponents"]
     start = 2 ** (numpy.floor(numpy.log2(abs(groups).max(1))) - 8)
     assert numpy.array_equal(2.0 ** (exponents.flatten().double().numpy() - 127), start)
-    found = fp4.fit(weight, scheme, importance, search=True)["exponents"]
+    result = fp4.fit(weight, scheme, importance, search=True)["exponents"]
     expected = slow(groups, weights, start, both(E4M3), [0.5, 2], stored)
-    moves = found.int().flatten().sub(exponents.int().flatten())
+    moves = result.int().flatten().sub(exponents.int().flatten())
     assert {-1, 0, 1} <= set(moves.tolist())
-    assert agreement(torch.pow(2.0, found.double() - 127), expected) > 0.985
+    assert agreement(torch.pow(2.0, result.double() - 127), expected) > 0.985
     weight[3, 32:64] = 0
     for search in (False, True):
         assert int(fp4.fit(weight, scheme, search=search)["exponents"][3, 1]) == 0
@@ -203,11 +205,11 @@ def test_scales_of_fp8_are_searched_up_to_twice_the_covering_one(text: str) -> N
     levels = torch.arange(256, dtype=torch.uint8).view(grid).double()
     levels = levels[levels.isfinite()].unique().numpy()
     start = stored(abs(groups).max(1) / levels[-1])
-    found = fp8.fit(weight, scheme, importance, search=True)["scales"]
+    result = fp8.fit(weight, scheme, importance, search=True)["scales"]
     factors = [2 ** (step / 8) for step in range(1, 9)]
     expected = slow(groups, weights, start, levels, factors, stored)
-    assert found.dtype == kept
-    assert agreement(found, expected) > 0.985
+    assert result.dtype == kept
+    assert agreement(result, expected) > 0.985
 
 
 def test_the_last_candidate_of_fp8_is_twice_the_covering_scale() -> None:
@@ -219,26 +221,26 @@ def test_the_last_candidate_of_fp8_is_twice_the_covering_scale() -> None:
     groups, weights = parts(weight, importance, 4)
     factors = [2 ** (step / 8) for step in range(1, 9)]
     start = abs(groups).max(1) / 448
-    found = fp8.fit(weight, parse("fp8:g4"), importance, search=True)["scales"]
+    result = fp8.fit(weight, parse("fp8:g4"), importance, search=True)["scales"]
     expected = slow(groups, weights, start, both(E4M3), factors)
-    assert agreement(found, expected) == 1
-    assert (found.flatten() / 2**9).tolist() == pytest.approx([2.04, 1.31], abs=0.01)
+    assert agreement(result, expected) == 1
+    assert (result.flatten() / 2**9).tolist() == pytest.approx([2.04, 1.31], abs=0.01)
 
 
 def test_without_a_search_the_scale_is_that_of_the_range_and_nothing_else() -> None:
     weight, importance = hard(48, 64, 32)
     peaks = weight.view(48, 2, 32).abs().amax(-1)
-    for given in (None, importance):
-        found = fp8.fit(weight, parse("fp8:g32"), given)["scales"]
-        assert torch.equal(found, peaks / 448)
-        found = fp4.fit(weight, parse("mxfp8"), given)["exponents"]
-        assert torch.equal(torch.pow(2.0, found.float() - 127), peaks.log2().floor().sub(8).exp2())
+    for options in (None, importance):
+        result = fp8.fit(weight, parse("fp8:g32"), options)["scales"]
+        assert torch.equal(result, peaks / 448)
+        result = fp4.fit(weight, parse("mxfp8"), options)["exponents"]
+        assert torch.equal(torch.pow(2.0, result.float() - 127), peaks.log2().floor().sub(8).exp2())
 
 
 def test_one_scale_of_fp8_serves_a_matrix_of_any_width() -> None:
     weight = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.5, -7.0]])
-    found = fp8.fit(weight, parse("fp8:tensor"))["scales"]
-    assert found.tolist() == [[7 / 448]]
+    result = fp8.fit(weight, parse("fp8:tensor"))["scales"]
+    assert result.tolist() == [[7 / 448]]
 
 
 def test_exponents_follow_the_rule_of_the_standard() -> None:

@@ -54,9 +54,9 @@ def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys)
         [sys.executable, "-c", CHILD, *given],
         env=os.environ | {instruction_sets.SWITCH_VARIABLE: "off"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    report, found = told(done.stdout)
-    assert found["llvm"] == []
-    assert found["kernels"].keys() == {"reference", "dense"}
+    report, output = told(done.stdout)
+    assert output["llvm"] == []
+    assert output["kernels"].keys() == {"reference", "dense"}
     monkeypatch.setattr(sys, "argv", ["", *given])
     capsys.readouterr()
     exec(CHILD, {})
@@ -65,7 +65,7 @@ def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys)
     assert report["kl_mean"] == pytest.approx(other_report["kl_mean"], rel=1e-3)
     if instruction_sets.best_instruction_set() is not None:
         assert other["kernels"].keys() == {"llvm-int", "dense"}
-    without, programs = (torch.tensor(each["logits"]) for each in (found, other))
+    without, programs = (torch.tensor(each["logits"]) for each in (output, other))
     assert float((without - programs).norm() / programs.norm()) < 0.02  # bfloat16 keeps 8 bits
 
 

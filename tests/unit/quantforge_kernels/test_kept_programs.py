@@ -54,10 +54,10 @@ def norm(made: compiler.Program) -> torch.Tensor:
 
 
 def run(**environment: str) -> tuple[int, str]:
-    found = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", CHILD], env=os.environ | environment, capture_output=True, text=True, check=True
     ).stdout  # fmt: skip
-    count, _, values = found.partition(" ")
+    count, _, values = output.partition(" ")
     return int(count), values
 
 

@@ -30,9 +30,9 @@ GROUPED = ["int4 row, grouped", "int4 rows, grouped, 16", "int4 rows, grouped, 6
 def compile_kernels(*words):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), *words]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    return json.loads(found.stdout)
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert output.returncode == 0, output.stderr[-2000:]
+    return json.loads(output.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ def test_kernels_are_launched_in_one_place():
         for _, tree in parsed()
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and any(ast.unparse(one).startswith("triton.jit") for one in node.decorator_list)
+        and any(
+            ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list
+        )
     }
     assert {"add_rms_norm_kernel", "matvec_kernel", "paged_attention_kernel"} <= kernels
     launches = [

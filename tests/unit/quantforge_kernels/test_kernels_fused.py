@@ -42,11 +42,11 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) ->
     return values.to(DEVICE, dtype)
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    assert found.shape == wanted.shape
-    assert found.dtype == dtype
+def near(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert output.shape == expected.shape
+    assert output.dtype == dtype
     step = STEPS[dtype]
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step)
+    torch.testing.assert_close(output.float(), expected.float(), rtol=step, atol=step)
 
 
 @each_value(
@@ -73,16 +73,16 @@ def test_heads_that_are_a_part_of_longer_rows():
         heads = part.view(5, 4, 24)
         first, second = heads[..., :12], heads[..., 12:]
         c, s = cosine[:, None], sine[:, None]
-        wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
-        near(layers.apply_rotary_triton(heads, cosine, sine), wanted, torch.float32)
+        expected = torch.cat((first * c - second * s, second * c + first * s), -1)
+        near(layers.apply_rotary_triton(heads, cosine, sine), expected, torch.float32)
         near(
             layers.add_rms_norm_triton(heads, None, weight, 1e-5)[0],
             layers.rms_norm(heads, weight, 1e-5), torch.float32,
         )  # fmt: skip
     turned = whole.view(5, 12, 24).transpose(0, 1)
     cosine, sine = (random(12, 12, dtype=torch.float32, seed=seed) for seed in (1, 2))
-    wanted = layers.apply_rotary_triton(turned.contiguous(), cosine, sine)
-    assert torch.equal(layers.apply_rotary_triton(turned, cosine, sine), wanted)
+    expected = layers.apply_rotary_triton(turned.contiguous(), cosine, sine)
+    assert torch.equal(layers.apply_rotary_triton(turned, cosine, sine), expected)
 
 
 @each_value(
@@ -134,16 +134,16 @@ def test_attention(bytes_, dtype, kind, groups, head, lengths, cap, window):
     with pytest.MonkeyPatch.context() as patch:
         if bytes_:
             patch.setattr(attention, "supports_float8", lambda _device: False)
-        found = attend_triton(*given_)
-    near(found, attend_reference(given_[0].float(), *given_[1:]), dtype)
+        output = attend_triton(*given_)
+    near(output, attend_reference(given_[0].float(), *given_[1:]), dtype)
 
 
 def test_nothing_attends_to_no_number():
     q, *cache = cached(torch.float32, (4, 2), 64, [40], "")
     q[0, 1, 5] = float("nan")
-    found = attend_triton(q, *cache, ScoreOptions(0.125))
-    assert found[0, 1].isnan().all()
-    assert found[0, [0, 2, 3]].isfinite().all()
+    output = attend_triton(q, *cache, ScoreOptions(0.125))
+    assert output[0, 1].isnan().all()
+    assert output[0, [0, 2, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
 
     def steps() -> torch.Tensor:
         decoder = Decoder(load(tmp_path / "q", dtype=torch.float32, device=DEVICE).model)
-        held = decoder.cache(2, 20, kind)
+        cache = decoder.cache(2, 20, kind)
         with torch.inference_mode():
-            prefill(decoder, ids[:, :2], held, 2)
-            step = DecodingStep(decoder, held, graph=False)
+            prefill(decoder, ids[:, :2], cache, 2)
+            step = DecodingStep(decoder, cache, graph=False)
             return step(ids[:, 2]).clone()
 
-    wanted = steps()
+    expected = steps()
     kernel = Kernel("triton", lambda _: True, plane_products.prepare, plane_products.matmul)
     monkeypatch.setattr(linear, "select_kernel", lambda _problem: kernel)
     monkeypatch.setattr(runtime, "attend", attend_triton)
@@ -175,4 +175,4 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
         monkeypatch.setattr(
             runtime, name, lambda gate, up, tanh=tanh: layers.gate_triton(gate, up, tanh)
         )
-    torch.testing.assert_close(steps(), wanted, rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(steps(), expected, rtol=1e-4, atol=2e-4)

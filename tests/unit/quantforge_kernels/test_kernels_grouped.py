@@ -34,10 +34,12 @@ def owned(rows: int, each: int, count: int = COUNT) -> ExpertRouting:
 
 
 def stacked(spec: MatmulSpec, kernel, count: int = COUNT):
-    given = [weights(spec, seed) for seed in range(count)]
-    if "table" in given[0][1]:
-        given = [(codes, values | {"table": given[0][1]["table"]}) for codes, values in given]
-    return given, prepare_stacked(iter(given), GroupedMatmulSpec(spec, count), kernel)
+    matrices = [weights(spec, seed) for seed in range(count)]
+    if "table" in matrices[0][1]:
+        matrices = [
+            (codes, values | {"table": matrices[0][1]["table"]}) for codes, values in matrices
+        ]
+    return matrices, prepare_stacked(iter(matrices), GroupedMatmulSpec(spec, count), kernel)
 
 
 def wanted(spec: MatmulSpec, given, x, routing: ExpertRouting):
@@ -58,16 +60,16 @@ def test_owners_are_sorted_and_counted():
     routing = ExpertRouting(torch.tensor([[4, 1], [1, 0], [4, 3]]), COUNT)
     assert routing.sorted_pairs.tolist() == [3, 1, 2, 5, 0, 4]
     assert routing.expert_starts.tolist() == [0, 1, 3, 3, 4, 6, 6]
-    found = [(number, pairs.tolist()) for number, pairs in routing.pairs_by_expert()]
-    assert found == [(0, [3]), (1, [1, 2]), (3, [5]), (4, [0, 4])]
+    results = [(number, pairs.tolist()) for number, pairs in routing.pairs_by_expert()]
+    assert results == [(0, [3]), (1, [1, 2]), (3, [5]), (4, [0, 4])]
 
 
 @pytest.mark.parametrize(
-    ("form", "rows", "each"),
+    ("format_key", "rows", "each"),
     [*((form, 7, 3) for form in FORMS), ("int4", 1, 2), ("int4", 3, 1), ("int4", 0, 2)],
 )
-def test_products_one_after_the_other(form, rows, each):
-    spec = make_spec(**FORMS[form], shape=(5, 256))
+def test_products_one_after_the_other(format_key, rows, each):
+    spec = make_spec(**FORMS[format_key], shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
     given, packed = stacked(spec, kernel)
     x = rows_of(spec, rows)
@@ -83,10 +85,10 @@ def test_products_one_after_the_other(form, rows, each):
 def test_matrices_that_differ_are_not_stacked():
     spec = make_spec(shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
-    given = [weights(spec, seed) for seed in range(2)]
-    wide = (given[1][0], {name: value.float() for name, value in given[1][1].items()})
+    matrices = [weights(spec, seed) for seed in range(2)]
+    wide = (matrices[1][0], {name: value.float() for name, value in matrices[1][1].items()})
     with pytest.raises(ValueError, match="scales of matrix 1 differs"):
-        prepare_stacked(iter([given[0], wide]), GroupedMatmulSpec(spec, 2), kernel)
+        prepare_stacked(iter([matrices[0], wide]), GroupedMatmulSpec(spec, 2), kernel)
     spec = make_spec(**FORMS["nf4"], shape=(5, 256))
     with pytest.raises(ValueError, match="table of matrix 1 is not that of the first"):
         prepare_stacked(
@@ -94,14 +96,14 @@ def test_matrices_that_differ_are_not_stacked():
         )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format_key", FORMS)
 @pytest.mark.parametrize(("rows", "each"), [(1, 2), further(25, 1)])
-def test_every_form_in_one_launch(form, rows, each):
+def test_every_form_in_one_launch(format_key, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    spec = make_spec(**FORMS[form], shape=(11, 256))
+    spec = make_spec(**FORMS[format_key], shape=(11, 256))
     given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
     x, routing = rows_of(spec, rows), owned(rows, each, FEW)
     y = plane_products.grouped_matmul(x, routing, packed, GroupedMatmulSpec(spec, FEW))
@@ -246,10 +248,10 @@ def test_threads_change_no_bit_of_a_grouped_product():
     spec = replace(make_spec("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
     kernel = select_grouped_kernel(GroupedMatmulSpec(spec, COUNT))
     _, packed = stacked(spec, kernel)
-    x, routing, found = rows_of(spec, 2).cpu(), owned(2, 3), []
+    x, routing, results = rows_of(spec, 2).cpu(), owned(2, 3), []
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT)))
+        results.append(kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT)))
     torch.set_num_threads(before)
-    assert torch.equal(*found)
+    assert torch.equal(*results)

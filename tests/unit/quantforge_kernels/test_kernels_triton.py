@@ -33,12 +33,12 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 
 
 def run(spec: MatmulSpec, rows: int = 1):
-    given = weights(spec)
+    matrices = weights(spec)
     x = activations(spec, rows)
-    y = plane_products.matmul(x, plane_products.prepare(*given, spec), spec)
+    y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec)
     assert y.shape == (rows, spec.out_features)
     assert y.dtype == spec.dtype
-    return relative_error(y, expected(spec, given, x))
+    return relative_error(y, expected(spec, matrices, x))
 
 
 def from_planes(planes, bits, chunk, columns):
@@ -90,12 +90,12 @@ def test_integers(rows, bits, symmetric, shape, group):
     assert run(make_spec("int", bits, group, symmetric, shape), rows) < ROUNDING[torch.float32]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format_key", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 65])
-def test_every_form(form, rows, monkeypatch):
+def test_every_form(format_key, rows, monkeypatch):
     """One row, a few, and so many that slabs of the weight are decoded."""
     monkeypatch.setattr(plane_products, "SLAB_BYTES", 5 * 256 * 4)
-    spec = make_spec(**FORMS[form], shape=(11, 256))
+    spec = make_spec(**FORMS[format_key], shape=(11, 256))
     assert run(spec, rows) < ROUNDING[torch.float32]
 
 
@@ -103,16 +103,16 @@ SIXTEEN = ["int4", "int3", "int8 per row", "nf4", "nvfp4", "fp8 e5m2", "q2_k", "
 
 
 @pytest.mark.parametrize(  # every form with each type and each number of rows
-    ("rows", "dtype", "form"),
+    ("rows", "dtype", "format_key"),
     [
         (rows, (torch.float16, torch.bfloat16)[(rows + at) // 2 % 2], form)
         for rows in (1, 3)
         for at, form in enumerate(SIXTEEN)
     ],
 )
-def test_sixteen_bits(rows, dtype, form):
+def test_sixteen_bits(rows, dtype, format_key):
     """The magic numbers of one row stay as exact as the type; so do weights rounded to it."""
-    error = run(make_spec(**FORMS[form], shape=(24, 256), dtype=dtype), rows)
+    error = run(make_spec(**FORMS[format_key], shape=(24, 256), dtype=dtype), rows)
     assert ROUNDING[dtype] / 40 < error < ROUNDING[dtype] * (1 if rows == 1 else 2)
 
 
@@ -138,42 +138,44 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
     spec = make_spec(grid, 8, 128, shape=(2, 128))
     scales = {"scales": torch.ones(2, 1, device=DEVICE)}
     for row in range(2):
-        for place in range(least, 128):
+        for index in range(least, 128):
             one = torch.zeros_like(codes)
-            one[row, place] = codes[row, place]
+            one[row, index] = codes[row, index]
             with pytest.raises(ValueError, match="not finite"):
                 plane_products.prepare(one, scales, spec)
     codes[:, least:] = 0
     held = plane_products.prepare(codes, scales, spec)
-    found = plane_products.decode_weight(held, spec, torch.float32)
-    assert torch.equal(found, codes.view(fallback.FLOAT8_DTYPES[grid]).float())
+    output = plane_products.decode_weight(held, spec, torch.float32)
+    assert torch.equal(output, codes.view(fallback.FLOAT8_DTYPES[grid]).float())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_repacked_weights_are_as_small_as_the_file(form):
-    spec = make_spec(**FORMS[form], shape=(256, 2048))
+@pytest.mark.parametrize("format_key", FORMS)
+def test_repacked_weights_are_as_small_as_the_file(format_key):
+    spec = make_spec(**FORMS[format_key], shape=(256, 2048))
     codes, parameters = weights(spec)
-    held = sum(part.nbytes for part in plane_products.prepare(codes, parameters, spec).values())
+    held_bytes = sum(
+        part.nbytes for part in plane_products.prepare(codes, parameters, spec).values()
+    )
     small = {"zeros": 8 / spec.bits} | (
         {"scales": 8 / 6, "mins": 8 / 6} if spec.superblock_size else {}
     )
-    if form == "q2_k":
+    if format_key == "q2_k":
         small = dict.fromkeys(("scales", "mins"), 2.0)
-    if form == "nvfp4":
+    if format_key == "nvfp4":
         small = {}
-    if form == "q6_k":
+    if format_key == "q6_k":
         small = {}
     stored = codes.numel() * spec.bits / 8 + sum(
         value.nbytes / small.get(name, 1) for name, value in parameters.items()
     )
-    assert held <= 1.1 * stored
+    assert held_bytes <= 1.1 * stored
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 70])
 def test_nothing_in_nothing_out(rows):
     spec = make_spec(shape=(4, 128))
-    given, x = weights(spec), activations(spec, rows)
-    y = plane_products.matmul(x, plane_products.prepare(*given, spec), spec)
+    matrices, x = weights(spec), activations(spec, rows)
+    y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec)
     assert y.shape == (rows, 4)
 
 
@@ -183,15 +185,15 @@ def test_nothing_in_nothing_out(rows):
 )
 def test_nan_and_infinity_come_through(dtype, rows):
     spec = make_spec(shape=(5, 256), dtype=dtype)
-    given, x = weights(spec), activations(spec, rows)
+    matrices, x = weights(spec), activations(spec, rows)
     x[0, 200] = float("nan")
-    held = plane_products.prepare(*given, spec)
+    held = plane_products.prepare(*matrices, spec)
     y = plane_products.matmul(x, held, spec)
     assert y[0].isnan().all()
     assert y[1:].isfinite().all()
-    scales = given[1]["scales"].clone()
+    scales = matrices[1]["scales"].clone()
     scales[2, 1] = float("nan")
-    held = plane_products.prepare(given[0], {"scales": scales}, spec)
+    held = plane_products.prepare(matrices[0], {"scales": scales}, spec)
     y = plane_products.matmul(activations(spec, rows), held, spec)
     assert y[:, 2].isnan().all()
     assert y[:, [0, 1, 3, 4]].isfinite().all()
@@ -203,10 +205,10 @@ def test_nan_and_infinity_come_through(dtype, rows):
 )
 def test_any_tile_and_split_gives_the_same(kernel, tile):
     spec = make_spec("int", 4, 64, False, (37, 1600))
-    given, x = weights(spec), activations(spec, 1 if kernel == "matvec" else 5)
-    held = plane_products.prepare(*given, spec)
+    matrices, x = weights(spec), activations(spec, 1 if kernel == "matvec" else 5)
+    held = plane_products.prepare(*matrices, spec)
     y = plane_products.launch(kernel, x, held, spec, plane_products.Tile(*tile))
-    assert relative_error(y, expected(spec, given, x)) < ROUNDING[torch.float32]
+    assert relative_error(y, expected(spec, matrices, x)) < ROUNDING[torch.float32]
 
 
 @each_value(
@@ -216,8 +218,8 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
 def test_exponents_stand_for_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
     spec = make_spec("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
-    given, x = weights(spec), activations(spec)
-    held = plane_products.prepare(*given, spec)
+    matrices, x = weights(spec), activations(spec)
+    held = plane_products.prepare(*matrices, spec)
     results = [
         plane_products.launch(
             "matvec",
@@ -229,8 +231,8 @@ def test_exponents_stand_for_codes(bits, symmetric):
         )
         for mode in ((0, 1) if DEVICE == "cpu" else (0, 1, 2))
     ]
-    wanted = expected(spec, given, x)
-    assert all(relative_error(y, wanted) < ROUNDING[torch.bfloat16] for y in results)
+    reference = expected(spec, matrices, x)
+    assert all(relative_error(y, reference) < ROUNDING[torch.bfloat16] for y in results)
     assert results[1:] == results[1:2] * (len(results) - 1) or torch.equal(*results[1:])
 
 
@@ -246,13 +248,13 @@ def test_exponents_stand_for_codes(bits, symmetric):
 )
 def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
     spec = make_spec("int", bits, group, symmetric, (out, group * groups))
-    given, x = weights(spec, seed), activations(spec, rows, seed)
-    y = plane_products.matmul(x, plane_products.prepare(*given, spec), spec).double()
-    wanted = expected(spec, given, x)
+    matrices, x = weights(spec, seed), activations(spec, rows, seed)
+    y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec).double()
+    reference = expected(spec, matrices, x)
     spread = (
-        x.double().abs().sum(1, keepdim=True) * given[1]["scales"].double().abs().max() * 2**bits
+        x.double().abs().sum(1, keepdim=True) * matrices[1]["scales"].double().abs().max() * 2**bits
     )
-    assert ((y - wanted).abs() <= 1e-6 * spread).all()
+    assert ((y - reference).abs() <= 1e-6 * spread).all()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17])
@@ -263,13 +265,13 @@ def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
 def test_eight_bit_products(rows, grid, shape, group, tile_rows):
     kind = "int8" if grid == "int" else "fp8"
     spec = make_spec(grid, 8, group, True, shape, tile_rows, activation_kind=kind)
-    given, x = weights(spec), activations(spec, rows)
-    held = w8a8_products.prepare(*given, spec)
+    matrices, x = weights(spec), activations(spec, rows)
+    held = w8a8_products.prepare(*matrices, spec)
     y = w8a8_products.matmul(x, held, spec)
     assert y.shape == (rows, shape[0])
     if rows:
-        assert relative_error(y, expected(spec, given, x)) < ROUNDING[torch.float32]
-        unquantized = expected(make_spec(grid, 8, group, True, shape, tile_rows), given, x)
+        assert relative_error(y, expected(spec, matrices, x)) < ROUNDING[torch.float32]
+        unquantized = expected(make_spec(grid, 8, group, True, shape, tile_rows), matrices, x)
         assert relative_error(y, unquantized) > 1e-3  # x was quantized
 
 

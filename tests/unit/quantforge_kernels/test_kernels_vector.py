@@ -26,8 +26,8 @@ INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int"
 
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     """A problem, packed weights, the weight that they stand for, and activations."""
-    form = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
-    spec = make_spec(shape=shape, dtype=dtype, **form)
+    format_key = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
+    spec = make_spec(shape=shape, dtype=dtype, **format_key)
     codes, parameters = weights(spec)
     plain = fallback.prepare(codes, parameters, spec)
     weight = fallback.decode_rows(plain, spec, slice(None))
@@ -36,8 +36,8 @@ def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
 
 
 def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    wanted = fallback.reference_product(x, weight)
-    return float((y.double() - wanted).norm() / wanted.norm())
+    expected = fallback.reference_product(x, weight)
+    return float((y.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
@@ -297,12 +297,12 @@ def _refuse():
     ("group", [32, 64, 128, 256, 2048]),
 )
 def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
-    form = {"bits": 4, "group": group, "symmetric": symmetric}
-    spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **form)
+    format_key = {"bits": 4, "group": group, "symmetric": symmetric}
+    spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **format_key)
     codes, parameters = weights(spec)
-    held = sum(
+    held_bytes = sum(
         tensor.nbytes for tensor in packed_integers.prepare(codes, parameters, spec).values()
     )
     scales = parameters["scales"]
     stored = codes.numel() / 2 + scales.nbytes + (0 if symmetric else scales.numel() / 2)
-    assert held <= 1.1 * stored
+    assert held_bytes <= 1.1 * stored

@@ -58,12 +58,12 @@ def test_attention(dtype, kind, groups, head, lengths, cap, window):
         assert head // 2 % 16
         return
     scores = ScoreOptions(head**-0.5, cap, window)
-    found = layer_launchers.attend(q, *cache, scores)
+    output = layer_launchers.attend(q, *cache, scores)
     # Decoded numbers are not rounded to the type of the queries on the way.
-    wanted = attend_reference(q.float(), *cache, scores)
-    assert found.dtype == dtype
+    expected = attend_reference(q.float(), *cache, scores)
+    assert output.dtype == dtype
     step = STEPS[dtype] * (20 if dtype == torch.float32 else 2)
-    torch.testing.assert_close(found.float(), wanted, rtol=step, atol=step)
+    torch.testing.assert_close(output.float(), expected, rtol=step, atol=step)
 
 
 @pytest.mark.parametrize(  # every kind with every type and with every width of a head
@@ -81,16 +81,16 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
     both[2, :, 0] *= 1e-9
     keys, values = both.unbind(1)
     shape, kinds = (2, PAGE_SIZE, 3), parse_cache_kind(kind)
-    pools = tuple(kv.allocate(shape, head, one, dtype, torch.device("cpu")) for one in kinds)
+    pools = tuple(kv.allocate(shape, head, kind, dtype, torch.device("cpu")) for kind in kinds)
     slots = torch.tensor([40, 3, 0, 63])
     assert layer_launchers.accepts_cache(head, kinds, keys, values)
     layer_launchers.store_kv((keys, values), pools, slots)
     for pool, given_ in zip(pools, (keys, values), strict=True):
-        for part, wanted in zip(
+        for part, expected in zip(
             pool.tensors(), kv.encode(given_, pool.kind).tensors(), strict=True
         ):
             flat = part.flatten(0, 1)
-            assert torch.equal(flat[slots].float(), wanted.float())
+            assert torch.equal(flat[slots].float(), expected.float())
             rest = torch.ones(2 * PAGE_SIZE, dtype=torch.bool)
             rest[slots] = False
             assert not flat[rest].float().any()
@@ -107,9 +107,9 @@ def test_measured_scales_are_kept():
     )
     layer_launchers.store_kv((keys, values), pools, torch.arange(5), scales)
     for pool, given_, scale in zip(pools, (keys, values), scales, strict=True):
-        wanted = kv.encode(given_, "fp8", scale)
-        assert torch.equal(pool.codes[0, :5].float(), wanted.codes.float())
-        assert torch.equal(pool.scales[0, :5], wanted.scales)
+        expected = kv.encode(given_, "fp8", scale)
+        assert torch.equal(pool.codes[0, :5].float(), expected.codes.float())
+        assert torch.equal(pool.scales[0, :5], expected.scales)
         assert (given_.float().abs() > 448 * scale[0, 0]).any()  # some are clamped
 
 
@@ -123,9 +123,9 @@ def test_what_is_no_number_stays_none_under_a_measured_scale(number):
         for _ in range(2)
     )
     layer_launchers.store_kv((x, x.clone()), pools, torch.arange(3), (scale, scale))
-    wanted = kv.encode(x, "fp8", scale).codes.view(torch.uint8)
+    expected = kv.encode(x, "fp8", scale).codes.view(torch.uint8)
     for pool in pools:
-        assert torch.equal(pool.codes[0, :3].view(torch.uint8), wanted)
+        assert torch.equal(pool.codes[0, :3].view(torch.uint8), expected)
 
 
 def test_every_float8_comes_back():
@@ -161,14 +161,14 @@ def test_whatever_the_strides():
 def test_what_is_no_number_stays_none(kind, place):
     q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
     q[0, 1, place] = float("nan")
-    found = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
-    assert found[0, 1].isnan().all()
-    assert found[0, 0].isfinite().all()
+    output = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
+    assert output[0, 1].isnan().all()
+    assert output[0, 0].isfinite().all()
     new = random(1, 1, 64, dtype=torch.float32)
     new[0, 0, place] = float("nan")
     layer_launchers.store_kv((new, new), tuple(cache[:2]), cache[2][0, :1].long() * PAGE_SIZE)
-    found = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
-    assert found.isnan().any(-1).all()
+    output = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
+    assert output.isnan().any(-1).all()
 
 
 @pytest.mark.parametrize("kind", usual(KINDS, *WORDS))

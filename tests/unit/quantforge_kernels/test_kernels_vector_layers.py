@@ -34,12 +34,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) ->
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor, steps: float = 1.0, least: float = 1e-6):
+def near(output: torch.Tensor, expected: torch.Tensor, steps: float = 1.0, least: float = 1e-6):
     """Within some roundings to the type of the result."""
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    step = steps * STEPS[found.dtype]
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=least * step)
+    assert output.dtype == expected.dtype
+    assert output.shape == expected.shape
+    step = steps * STEPS[output.dtype]
+    torch.testing.assert_close(output.float(), expected.float(), rtol=step, atol=least * step)
 
 
 @each_value(
@@ -51,12 +51,12 @@ def test_norms(dtype, offset, rows):
     x, residual = (random(rows, 80 * 2, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
     weight = random(160, dtype=dtype, seed=2)
     assert layer_launchers.accepts(160, x, residual, weight)
-    found, total = layers.add_rms_norm(x, residual, weight, 1e-5, offset)
+    output, total = layers.add_rms_norm(x, residual, weight, 1e-5, offset)
     assert torch.equal(total, x + residual)
-    near(found, layers.rms_norm(x + residual, weight, 1e-5, offset))
-    found, total = layers.add_rms_norm(x, None, weight, 1e-5, offset)
+    near(output, layers.rms_norm(x + residual, weight, 1e-5, offset))
+    output, total = layers.add_rms_norm(x, None, weight, 1e-5, offset)
     assert torch.equal(total, x)
-    near(found, layers.rms_norm(x, weight, 1e-5, offset))
+    near(output, layers.rms_norm(x, weight, 1e-5, offset))
 
 
 def test_norms_of_heads_that_are_a_part_of_longer_rows():
@@ -77,9 +77,9 @@ def test_gates(dtype):
 
 def test_the_exponential_is_right_to_a_few_steps():
     x = torch.linspace(-86, 87, 1 << 16)[None]
-    found = layers.silu_gate(x, torch.ones_like(x)).double()
-    wanted = silu(x.double())
-    assert ((found - wanted).abs() <= 3e-7 * wanted.abs()).all()
+    output = layers.silu_gate(x, torch.ones_like(x)).double()
+    expected = silu(x.double())
+    assert ((output - expected).abs() <= 3e-7 * expected.abs()).all()
 
 
 @each_value(
@@ -92,16 +92,16 @@ def test_rotations_round_as_the_definition_does(dtype, tokens):
     assert layer_launchers.accepts(32, x, cosine, sine)
     first, second = x[..., :32], x[..., 32:]
     c, s = cosine[:, None], sine[:, None]
-    wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
-    assert torch.equal(layers.apply_rotary(x, cosine, sine), wanted)
+    expected = torch.cat((first * c - second * s, second * c + first * s), -1)
+    assert torch.equal(layers.apply_rotary(x, cosine, sine), expected)
 
 
 def test_whatever_the_strides():
     """Heads before tokens, angles that are columns of a wider tensor."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
     cosine, sine = random(5, 96, dtype=torch.float32, seed=1)[:, 8:72].split(32, -1)
-    wanted = layers.apply_rotary(x.contiguous(), cosine.contiguous(), sine.contiguous())
-    assert torch.equal(layers.apply_rotary(x, cosine, sine), wanted)
+    expected = layers.apply_rotary(x.contiguous(), cosine.contiguous(), sine.contiguous())
+    assert torch.equal(layers.apply_rotary(x, cosine, sine), expected)
     weight = random(64, dtype=torch.float32, seed=2)
     near(layers.add_rms_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
 
@@ -109,8 +109,8 @@ def test_whatever_the_strides():
 @pytest.mark.parametrize("dtype", TYPES)
 def test_biases(dtype):
     y, bias = random(3, 200, dtype=dtype)[:, :160], random(160, dtype=dtype, seed=1)
-    wanted = y + bias
-    assert torch.equal(layers.add_bias(y, bias), wanted)
+    expected = y + bias
+    assert torch.equal(layers.add_bias(y, bias), expected)
 
 
 @settings(max_examples=60, deadline=None)

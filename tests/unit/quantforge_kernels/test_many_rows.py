@@ -57,9 +57,9 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
     more = torch.randn(160).to(dtype) if bias else None
     with NoSlowProduct():
         y = layers.linear(x, weight, more)
-    wanted = x.double() @ weight.double().T + (0 if more is None else more.double())
+    expected = x.double() @ weight.double().T + (0 if more is None else more.double())
     assert y.dtype == dtype
-    assert float((y - wanted).abs().max() / wanted.abs().max()) < TYPES[dtype]
+    assert float((y - expected).abs().max() / expected.abs().max()) < TYPES[dtype]
 
 
 @each_value(
@@ -125,14 +125,14 @@ def test_prompts_and_steps_ask_torch_for_no_such_product(family, tiny, without):
 def test_products_of_other_code_are_widened(without):
     a, b = torch.randn(3, 70, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
     weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16()
-    wanted = a.double() @ b.double()
+    expected = a.double() @ b.double()
     with NoSlowProduct(), many_rows.widen_products(torch.bfloat16):
-        found = [a @ b, torch.bmm(a, b), torch.matmul(a, b), a.matmul(b)]
+        results = [a @ b, torch.bmm(a, b), torch.matmul(a, b), a.matmul(b)]
         line = torch.nn.functional.linear(a, weight, bias=bias)
         joined = torch.addmm(bias, a[0], weight.T)
-    for y in found:
+    for y in results:
         assert y.dtype == torch.bfloat16
-        assert float((y - wanted).abs().max() / wanted.abs().max()) < 2.0**-8
+        assert float((y - expected).abs().max() / expected.abs().max()) < 2.0**-8
     assert line.shape == (3, 70, 32)
     assert torch.equal(line[0], joined)
 

@@ -79,16 +79,16 @@ def in_float64(part: DecoderBlock) -> DecoderBlock:
     batches = [
         MicroBatch(b.start, b.states.double(), wide(b.inputs)) for b in part._rows.micro_batches()
     ]
-    found = copy(part)
-    found.module = part.module.double()
-    found._rows = NO_ROWS._replace(micro_batches=lambda: iter(batches))
-    return found
+    result = copy(part)
+    result.module = part.module.double()
+    result._rows = NO_ROWS._replace(micro_batches=lambda: iter(batches))
+    return result
 
 
 def outputs(part: DecoderBlock) -> Tensor:
     with InFloat64():
-        found = [b.run(part.module) for b in part._rows.micro_batches()]
-    return torch.cat(found)
+        results = [b.run(part.module) for b in part._rows.micro_batches()]
+    return torch.cat(results)
 
 
 def plant(part: DecoderBlock) -> None:
@@ -120,8 +120,8 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
         expected, before = outputs(wide), state(wide)
         assert expected.dtype == torch.float64
         statistics = {
-            key: Statistics(found.tokens, found.squares.double(), hessian=found.hessian.double())
-            for key, found in observed(wide).items()
+            key: Statistics(result.tokens, result.squares.double(), hessian=result.hessian.double())
+            for key, result in observed(wide).items()
         }
         _, events, figures = awq.apply(wide, statistics, layers_of(wide), ROUNDING)
         assert not events
@@ -129,7 +129,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
         changed = {
             name for name, old in before.items() if not torch.equal(old, wide.parameter(name))
         }
-        scaled = {key for key, found in figures.items() if found["family"] != "none"}
+        scaled = {key for key, result in figures.items() if result["family"] != "none"}
         assert scaled == figures.keys()  # otherwise this shows less than it should
         assert {f"{key}.weight" for key in scaled} <= changed
         assert (outputs(wide) - expected).abs().max() <= 1e-12 * expected.abs().max()
@@ -164,8 +164,8 @@ def test_the_error_of_no_pair_grows(tiny: Tiny) -> None:
             after = own_error(part, key, changed[key])
             assert after <= before[key] * (1 + 1e-4)
             assert after / before[key] == pytest.approx(figures[key]["error"], rel=1e-2)
-    assert all(found["error"] <= 1 for found in figures.values())
-    assert any(found["error"] < 0.99 for found in figures.values())
+    assert all(result["error"] <= 1 for result in figures.values())
+    assert any(result["error"] < 0.99 for result in figures.values())
 
 
 def test_planted_outliers_are_undone(tiny: Tiny) -> None:
@@ -231,17 +231,17 @@ def test_pairs_without_quantized_readers_are_left_alone(tiny: Tiny) -> None:
 
 
 def test_the_result_does_not_depend_on_threads(tiny: Tiny) -> None:
-    found = []
+    results = []
     for count in (1, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         try:
             with first_block(tiny("qwen2")) as part:
                 awq.apply(part, observed(part), layers_of(part), ROUNDING)
-                found.append(state(part))
+                results.append(state(part))
         finally:
             torch.set_num_threads(before)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
@@ -254,8 +254,8 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
             module = part.module.get_submodule(shared.compared_module)
 
             def run(module: Any = module, calls: Any = calls) -> Tensor:
-                found = [module(*call.args, **call.kwargs) for call in calls]
-                return torch.cat([item[0] if isinstance(item, tuple) else item for item in found])
+                results = [module(*call.args, **call.kwargs) for call in calls]
+                return torch.cat([item[0] if isinstance(item, tuple) else item for item in results])
 
             expected = run()
             # A mean there
@@ -318,17 +318,17 @@ def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
         groups = (weight * scale).abs().view(48, 2, 32).norm(8, dim=-1).square().sum(0)
         return float((groups * (importance / scale.square()).view(2, 32).sum(1)).sum())
 
-    found = balance_factors(weight, importance, 32, torch.ones(64))
-    assert model(found) < 0.6 * model(torch.ones(64))
+    result = balance_factors(weight, importance, 32, torch.ones(64))
+    assert model(result) < 0.6 * model(torch.ones(64))
     for column in range(0, 64, 7):  # no neighbour is better
         for factor in (0.8, 1.25):
-            other = found.clone()
+            other = result.clone()
             other[column] *= factor
-            assert model(other) > 0.999 * model(found)
+            assert model(other) > 0.999 * model(result)
     planted = torch.ones(64)
     planted[::9] = 32
     moved = balance_factors(weight / planted, importance * planted.square(), 32, planted)
-    torch.testing.assert_close(moved, found * planted, rtol=1e-3, atol=0)
+    torch.testing.assert_close(moved, result * planted, rtol=1e-3, atol=0)
 
 
 def test_tied_columns_share_a_factor() -> None:
@@ -337,8 +337,8 @@ def test_tied_columns_share_a_factor() -> None:
         torch.randn(16, 8, generator=generator),
         torch.rand(8, generator=generator) + 0.1,
     )
-    found = balance_factors(
+    result = balance_factors(
         weight, importance, 8, torch.ones(8), lambda sums: sums.view(2, 4).sum(0).repeat(2)
     )
-    assert torch.equal(found[:4], found[4:])
-    assert found[:4].std() > 0.01
+    assert torch.equal(result[:4], result[4:])
+    assert result[:4].std() > 0.01

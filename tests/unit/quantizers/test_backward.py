@@ -60,12 +60,12 @@ def in_memory(path: Path, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    results: dict[str, tuple[Tensor, Tensor]] = {}
 
     def see(name: str) -> Callable[[Any, Any, Tensor], None]:
         def hook(_: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
             output.retain_grad()
-            found[name] = (args[0], output)
+            results[name] = (args[0], output)
 
         return hook
 
@@ -76,21 +76,21 @@ def in_memory(path: Path, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum"
     ).backward()  # type: ignore[no-untyped-call]
-    return {name: (x.detach(), y.grad) for name, (x, y) in found.items() if y.grad is not None}
+    return {name: (x.detach(), y.grad) for name, (x, y) in results.items() if y.grad is not None}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "qwen3", "lfm2"])
 def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
-    found, labels = streamed(tiny(family))
+    result, labels = streamed(tiny(family))
     expected = in_memory(tiny(family), labels)
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, pair in expected.items():
-        for own, other in zip(found[name], pair, strict=True):
+        for own, other in zip(result[name], pair, strict=True):
             assert own.shape == other.shape
             assert other.norm() > 1e-3
             assert float((own - other).norm() / other.norm()) <= 1e-5, name
     _, model_layout = opened(tiny(family))
-    blocks = [model_layout.by_name.get(f"{name}.weight") for name in found]
+    blocks = [model_layout.by_name.get(f"{name}.weight") for name in result]
     order = [tensor.block for tensor in blocks[1:] if tensor is not None]
     assert order == sorted(order, reverse=True)  # the head first, then from the last block
 
@@ -109,12 +109,12 @@ def test_labels_and_gradients_depend_on_neither_threads_nor_micro_batch_nor_stor
         torch.set_num_threads(threads)
         try:
             with reproducible(), torch.inference_mode():  # a run is always inside of both
-                found, drawn = streamed(model, **options)
+                result, drawn = streamed(model, **options)
         finally:
             torch.set_num_threads(before)
         assert torch.equal(drawn, labels)
         for name, pair in expected.items():
-            for own, other in zip(found[name], pair, strict=True):
+            for own, other in zip(result[name], pair, strict=True):
                 assert torch.equal(own, other), name
     assert not list(tmp_path.iterdir())
     assert not torch.equal(streamed(model, seed=1)[1], labels)
@@ -144,9 +144,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 16}))
     randomise(model)
-    place: Path = tmp_path_factory.mktemp("deep")
-    model.to(torch.bfloat16).save_pretrained(place)
-    return place
+    directory: Path = tmp_path_factory.mktemp("deep")
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
 
 
 def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) -> None:

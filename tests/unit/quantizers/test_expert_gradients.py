@@ -31,16 +31,16 @@ class WeightGradients:
         self.tokens: dict[str, list[int]] = {}
 
     def __call__(self, seen: OutputGradients) -> None:
-        x, y = (one.double().flatten(0, -2) for one in (seen.inputs, seen.gradients))
+        x, y = (part.double().flatten(0, -2) for part in (seen.inputs, seen.gradients))
         self.of[seen.name] = self.of.get(seen.name, torch.zeros((), dtype=torch.float64)) + y.T @ x
         if seen.tokens is not None:
             self.tokens.setdefault(seen.name, []).extend(seen.tokens.tolist())
 
 
 def streamed(path: Path, rows: Tensor = ROWS, **options: Any) -> tuple[WeightGradients, Tensor]:
-    found = WeightGradients()
-    labels = backward(*opened(path), rows, found, **{"micro_batch": 2, **options})
-    return found, labels
+    result = WeightGradients()
+    labels = backward(*opened(path), rows, result, **{"micro_batch": 2, **options})
+    return result, labels
 
 
 def in_memory(path: Path, rows: Tensor, labels: Tensor) -> Any:
@@ -62,7 +62,7 @@ def in_memory(path: Path, rows: Tensor, labels: Tensor) -> Any:
 )
 def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     rows = ROWS[:3]
-    found, labels = streamed(tiny(family), rows)
+    result, labels = streamed(tiny(family), rows)
     model = in_memory(tiny(family), rows, labels)
     _, model_layout = opened(tiny(family))
     compared = 0
@@ -73,11 +73,11 @@ def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None
             if name in places:
                 whole = model.get_parameter(f"{block}{places[name].stack.parameter}")
                 expected = places[name].view(whole.grad)
-            elif f"{block}{name}" in found.of:
+            elif f"{block}{name}" in result.of:
                 expected = model.get_parameter(f"{block}{name}.weight").grad
             else:
                 continue
-            own = found.of[f"{block}{name}"]
+            own = result.of[f"{block}{name}"]
             assert own.shape == expected.shape
             assert float((own - expected).norm()) <= MOST * float(expected.norm()) + 1e-6, name
             compared += float(expected.norm()) > 1e-3
@@ -97,14 +97,14 @@ def test_neither_threads_nor_micro_batch_nor_storage_matter(
         torch.set_num_threads(threads)
         try:
             with reproducible(), torch.inference_mode():  # a run is always inside of both
-                found, drawn = streamed(tiny(family), **options)
+                result, drawn = streamed(tiny(family), **options)
         finally:
             torch.set_num_threads(before)
         assert torch.equal(drawn, labels)
-        assert found.tokens == expected.tokens
-        for name, tokens in found.tokens.items():
+        assert result.tokens == expected.tokens
+        for name, tokens in result.tokens.items():
             assert tokens == sorted(set(tokens))
-            assert torch.equal(found.of[name], expected.of[name]), name
+            assert torch.equal(result.of[name], expected.of[name]), name
     assert not list(tmp_path.iterdir())
 
 
@@ -112,22 +112,22 @@ def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     checkpoint, model_layout = opened(tiny("qwen3-moe"))
-    found, sums = WeightGradients(), defaultdict[str, float | Tensor](float)
+    result, sums = WeightGradients(), defaultdict[str, float | Tensor](float)
 
     def add(seen: OutputGradients) -> None:
         gradients = seen.gradients if seen.tokens is None else seen.gradients[None]
         sums[seen.name] += strip_weights(gradients, 2).sum((0, 1), dtype=torch.float64)
 
-    backward(checkpoint, model_layout, ROWS, found)
+    backward(checkpoint, model_layout, ROWS, result)
     backward(checkpoint, model_layout, ROWS, add)
     dense = "model.layers.1.mlp.up_proj"
-    names, shape = [*found.tokens, dense], (*ROWS.shape, 2)
-    with TokenWeights(tmp_path / "weights", [dense], shape, found.tokens) as weights:
+    names, shape = [*result.tokens, dense], (*ROWS.shape, 2)
+    with TokenWeights(tmp_path / "weights", [dense], shape, result.tokens) as weights:
         backward(checkpoint, model_layout, ROWS, weights, micro_batch=2)
         assert weights.count == len(names) * len(ROWS)
         for name in names:
             own = weights.of(name).flatten(0, 1)
-            if name in found.tokens:
-                assert own.any(1).nonzero().flatten().tolist() == found.tokens[name]
+            if name in result.tokens:
+                assert own.any(1).nonzero().flatten().tolist() == result.tokens[name]
             total = own.sum(0, dtype=torch.float64)
             assert torch.allclose(total, sums[name], rtol=1e-5)

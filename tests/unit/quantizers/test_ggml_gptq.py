@@ -44,8 +44,8 @@ def rounded(method, grid, weight, hessian, refine=2):
 def test_gptq_is_better_than_rounding_and_refinement_better_than_that(grid):
     weight, hessian = problem()
     plain, once, refined = (
-        objective(weight, found.tensor, hessian)
-        for found in (
+        objective(weight, result.tensor, hessian)
+        for result in (
             rounded(rtn, grid, weight, hessian),
             rounded(gptq, grid, weight, hessian, 0),
             rounded(gptq, grid, weight, hessian),
@@ -60,11 +60,11 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
     weight, hessian = problem()
     scheme, ridge = parse(grid), 0.01 * hessian.diagonal().mean()
     goal = Objective(hessian, ridge.expand(len(hessian)))
-    found = rounded(gptq, grid, weight, hessian, 0).tensor
-    before = goal.evaluate_float64((weight - found.decode()).double())[1]
-    state = Refinement(weight, goal, scheme, found.parameters, found.codes)
+    result = rounded(gptq, grid, weight, hessian, 0).tensor
+    before = goal.evaluate_float64((weight - result.decode()).double())[1]
+    state = Refinement(weight, goal, scheme, result.parameters, result.codes)
     gained = state.sweep()
-    again = replace(found, codes=state.codes, parameters=state.parameters)
+    again = replace(result, codes=state.codes, parameters=state.parameters)
     after = goal.evaluate_float64((weight - again.decode()).double())[1]
     assert bool((gained >= -1e-6 * before).all())
     assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
@@ -92,13 +92,13 @@ def test_loops_of_numpy_and_compiled_ones_round_as_those_in_torch_do(grid, monke
         plain = rounded(gptq, grid, weight, hessian).tensor
     arrays = rounded(gptq, grid, weight, hessian).tensor
     monkeypatch.setattr(column_loops, "COMPILED_FROM", 1)
-    found = rounded(gptq, grid, weight, hessian).tensor
-    assert torch.equal(found.codes, arrays.codes)
-    assert torch.equal(found.decode(), arrays.decode())
-    assert found.codes.dtype == plain.codes.dtype
+    result = rounded(gptq, grid, weight, hessian).tensor
+    assert torch.equal(result.codes, arrays.codes)
+    assert torch.equal(result.decode(), arrays.decode())
+    assert result.codes.dtype == plain.codes.dtype
     # Sums in another order: a near tie that falls otherwise leads its row elsewhere.
-    assert (found.codes == plain.codes).all(1).float().mean() > 0.8
-    first, second = (objective(weight, tensor, hessian).sum() for tensor in (plain, found))
+    assert (result.codes == plain.codes).all(1).float().mean() > 0.8
+    first, second = (objective(weight, tensor, hessian).sum() for tensor in (plain, result))
     assert float(second) == pytest.approx(float(first), rel=0.02)
 
 

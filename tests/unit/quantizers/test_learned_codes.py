@@ -92,11 +92,11 @@ def places(codes: list[list[int]], rate: float = RATE) -> LearnedTableCodes:
 def test_codes_of_a_table_go_to_the_values_beside_them() -> None:
     codes = places([[0, 1, 3, 7, 9, 15]])
     assert codes.stored().tolist() == [[0, 1, 3, 7, 9, 15]]
-    for gradient, found in ((-1.0, [1, 2, 4, 7, 0, 14]), (1.0, [9, 0, 2, 6, 10, 15])):
+    for gradient, result in ((-1.0, [1, 2, 4, 7, 0, 14]), (1.0, [9, 0, 2, 6, 10, 15])):
         codes = places([[0, 1, 3, 7, 9, 15]])
         for _ in range(200):
             codes.step(torch.full((1, 6), gradient), 1.0)
-        assert codes.stored().tolist() == [found]
+        assert codes.stored().tolist() == [result]
         assert codes.stored().dtype == torch.uint8
 
 

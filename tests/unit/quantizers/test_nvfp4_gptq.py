@@ -55,21 +55,21 @@ def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
     assert grid.table is not None
     thresholds, values, codes = grid.table
     places = torch.bucketize((weight.T / grid.scales).contiguous(), thresholds, right=True)
-    found = fp4.encode(weight, parameters, SCHEME)
-    assert torch.equal(codes[places].T.to(grid.dtype), found)
-    assert torch.equal((values[places] * grid.scales).T, fp4.decode(found, parameters, SCHEME))
+    result = fp4.encode(weight, parameters, SCHEME)
+    assert torch.equal(codes[places].T.to(grid.dtype), result)
+    assert torch.equal((values[places] * grid.scales).T, fp4.decode(result, parameters, SCHEME))
 
 
 def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = problem()
-    found = rounded(weight, hessian)
+    result = rounded(weight, hessian)
     monkeypatch.setattr(column_loops, "COMPILED_FROM", 1)
     compiled = rounded(weight, hessian)
     monkeypatch.setattr(column_loops, "loops_for", lambda *_: None)
     plain = rounded(weight, hessian)
-    assert torch.equal(found.codes, compiled.codes)
-    assert torch.equal(found.decode(), compiled.decode())
-    assert float((found.codes == plain.codes).all(1).float().mean()) > 0.8
+    assert torch.equal(result.codes, compiled.codes)
+    assert torch.equal(result.decode(), compiled.decode())
+    assert float((result.codes == plain.codes).all(1).float().mean()) > 0.8
 
 
 @pytest.mark.parametrize("scales", ["absmax", "search"])
@@ -92,16 +92,16 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
 def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
     weight, hessian = problem()
     tensor = rtn.quantize_matrices({"w": weight}, None, {"w": SCHEME}, "absmax")["w"]
-    wanted = tensor.decode()
+    expected = tensor.decode()
     moved = dict(tensor.parameters)
     moved["scales"] = fp4.round_scales_to_e4m3(moved["scales"].float() * 1.25)
-    state = Refinement(wanted, goal(hessian), SCHEME, moved, tensor.codes)
+    state = Refinement(expected, goal(hessian), SCHEME, moved, tensor.codes)
     state.sweep()
     before = replace(tensor, parameters=moved)
     after = replace(tensor, codes=state.codes, parameters=state.parameters)
     first, left = (
-        goal(hessian).evaluate_float64((wanted - one.decode()).double())[1]
-        for one in (before, after)
+        goal(hessian).evaluate_float64((expected - item.decode()).double())[1]
+        for item in (before, after)
     )
     assert float(left.sum()) < 0.05 * float(first.sum())
 
@@ -111,15 +111,15 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor() -> None:
     factor = factorize(hessian, 0.01, hessian.diagonal().argsort(descending=True))
     assert factor is not None
     assert Rounding().gptq.passes_of(GRIDS["nvfp4"].passes) == 4
-    found = []
+    results = []
     for runs in (1, 2, 4):
         rounding = Rounding(gptq=GptqOptions(refine=0, passes=runs))
-        found.append(gptq._round_rows("w", factor, SCHEME, rounding, [weight]))
-        tensor = QuantizedTensor(found[-1].codes, found[-1].parameters, SCHEME)
+        results.append(gptq._round_rows("w", factor, SCHEME, rounding, [weight]))
+        tensor = QuantizedTensor(results[-1].codes, results[-1].parameters, SCHEME)
         expected = factor.objective.evaluate_float64((weight - tensor.decode()).double())[1]
-        assert torch.allclose(found[-1].errors, expected, rtol=1e-3)
-        assert torch.equal(tensor.parameters["divisor"], found[0].parameters["divisor"])
-    for before, after in pairwise(found):
+        assert torch.allclose(results[-1].errors, expected, rtol=1e-3)
+        assert torch.equal(tensor.parameters["divisor"], results[0].parameters["divisor"])
+    for before, after in pairwise(results):
         better = after.errors < before.errors
         assert bool((after.errors <= before.errors).all())
         assert 0 < int(better.sum()) < len(weight)

@@ -127,8 +127,8 @@ def test_a_weight_beside_which_its_group_is_lost_is_an_event(scheme: str) -> Non
     assert event.detail.startswith("1 groups of ")
     statistics = Statistics(hessian=torch.eye(256))
     rounding = Rounding()
-    found = gptq.round_matrices({"w": weight}, statistics, {"w": parse(scheme)}, rounding)["w"]
-    assert [event.kind for event in found.events] == ["group-outlier"]
+    result = gptq.round_matrices({"w": weight}, statistics, {"w": parse(scheme)}, rounding)["w"]
+    assert [event.kind for event in result.events] == ["group-outlier"]
 
 
 def test_a_scale_beyond_its_type_names_the_matrix() -> None:

@@ -51,8 +51,8 @@ def test_the_function_is_preserved_to_float64(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         plant(part)
         statistics = {
-            key: Statistics(found.tokens, peaks=found.peaks.double())
-            for key, found in observed(part).items()
+            key: Statistics(result.tokens, peaks=result.peaks.double())
+            for key, result in observed(part).items()
         }
         wide = in_float64(part)
         expected = outputs(wide)
@@ -60,8 +60,8 @@ def test_the_function_is_preserved_to_float64(tiny: Tiny, family: str) -> None:
         assert not events
         assert any(entry["strength"] >= 0 for entry in figures.values())
         assert torch.allclose(outputs(wide), expected, rtol=1e-11, atol=1e-11)
-        for key, found in observed(wide).items():
-            assert torch.allclose(changed[key].peaks, found.peaks, rtol=1e-5)
+        for key, result in observed(wide).items():
+            assert torch.allclose(changed[key].peaks, result.peaks, rtol=1e-5)
 
 
 def test_outliers_leave_the_inputs_and_errors_never_grow(tiny: Tiny) -> None:

@@ -43,12 +43,12 @@ def best(weight: Tensor, gone: Tensor, statistics: Statistics) -> Tensor:
     """What stays of each row, as good as can be, by another way: normal equations in float64."""
     assert statistics.hessian is not None
     hessian = statistics.hessian.double()
-    found = torch.zeros_like(weight)
+    result = torch.zeros_like(weight)
     for row, mask in enumerate(gone):
         stays = ~mask
         right = hessian[stays] @ weight[row].double()
-        found[row, stays] = torch.linalg.solve(hessian[stays][:, stays], right).float()
-    return found
+        result[row, stays] = torch.linalg.solve(hessian[stays][:, stays], right).float()
+    return result
 
 
 def test_figures_do_not_depend_on_the_number_of_threads() -> None:
@@ -58,16 +58,16 @@ def test_figures_do_not_depend_on_the_number_of_threads() -> None:
         torch.rand(512, generator=generator),
     )
     after = weight.masked_fill(weight.abs() < 0.5, 0.0)
-    found = []
+    results = []
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            found.append(sparsity_figures(weight, after, Statistics(tokens=1, squares=squares)))
+            results.append(sparsity_figures(weight, after, Statistics(tokens=1, squares=squares)))
     finally:
         torch.set_num_threads(before)
-    assert all(each == found[0] for each in found)
+    assert all(each == results[0] for each in results)
     change = (after - weight).double().square() * squares
-    assert found[0]["error"] == pytest.approx(
+    assert results[0]["error"] == pytest.approx(
         float(change.sum() / (weight.double().square() * squares).sum()), rel=1e-6
     )
 
@@ -115,9 +115,9 @@ def test_the_scores_are_those_of_the_papers() -> None:
 def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
     weight, _ = drawn(4, 64)
     empty = Statistics(tokens=0, hessian=torch.zeros(64, 64))
-    found, events = sparsify("sparsegpt", {"w": weight}, empty, parse_sparsity("2:4"), DAMPING)
+    result, events = sparsify("sparsegpt", {"w": weight}, empty, parse_sparsity("2:4"), DAMPING)
     assert [event.kind for event in events] == ["rtn-fallback"]
-    assert ((found["w"] == 0).sum(1) == 32).all()
+    assert ((result["w"] == 0).sum(1) == 32).all()
     weight[1, 5] = torch.nan
     for method in METHODS:
         with pytest.raises(InputError, match=r"w: the value at \[1, 5\] is nan"):

@@ -41,8 +41,8 @@ def _errors(scheme: str, scales: str = "absmax") -> list[float]:
     errors = []
     for method, refine in ((rtn, 0), (gptq, 0), (gptq, 4)):
         rounding = Rounding(scales, GptqOptions(refine=refine))
-        found = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
-        error = weight - found.decode()
+        result = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
+        error = weight - result.decode()
         errors.append(float((error @ hessian * error).sum()))
     return errors
 
@@ -76,7 +76,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     factor = factorize(hessian, 0.01, order)
     assert factor is not None
     parameters = lattice.fit(weight, scheme)
-    found = gptq.round_columns(weight, factor, scheme, parameters, keep_terms=True)
+    result = gptq.round_columns(weight, factor, scheme, parameters, keep_terms=True)
     whole = hessian.double() + factor.objective.ridge.double().diag()
     left = weight.double()
     for first in range(60, -1, -4):
@@ -85,14 +85,14 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
         metric = whole[columns, columns] - whole[columns, rest] @ cross
         root = torch.linalg.cholesky(metric).float()
         codes = lattice.nearest_vectors(left[:, columns].float(), parameters, scheme, columns, root)
-        chosen = found.codes[:, first // 4 : first // 4 + 1]
+        chosen = result.codes[:, first // 4 : first // 4 + 1]
         assert (codes == chosen).float().mean() > 0.95  # the rest are near ties
         missed = left[:, columns] - lattice.decode(chosen, parameters, scheme, columns)
         left[:, rest] += missed @ cross.T
-    torch.testing.assert_close(found.targets(factor, scheme).double(), left, rtol=0, atol=5e-3)
-    error = weight - QuantizedTensor(found.codes, parameters, scheme).decode()
+    torch.testing.assert_close(result.targets(factor, scheme).double(), left, rtol=0, atol=5e-3)
+    error = weight - QuantizedTensor(result.codes, parameters, scheme).decode()
     torch.testing.assert_close(
-        found.errors, factor.objective.evaluate_float64(error.double())[1], rtol=1e-3, atol=0
+        result.errors, factor.objective.evaluate_float64(error.double())[1], rtol=1e-3, atol=0
     )
 
 
@@ -100,10 +100,10 @@ def test_a_sweep_over_panels_gains_what_it_says_and_no_row_loses() -> None:
     scheme, (weight, hessian) = parse("lattice"), _problem()
     factor = factorize(hessian, 0.01, torch.arange(128))
     assert factor is not None
-    found = gptq.round_columns(weight, factor, scheme, lattice.fit(weight, scheme))
-    state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
+    result = gptq.round_columns(weight, factor, scheme, lattice.fit(weight, scheme))
+    state = Refinement(weight, factor.objective, scheme, result.parameters, result.codes)
     gained = state.sweep()
     error = weight - QuantizedTensor(state.codes, state.parameters, scheme).decode()
     after = factor.objective.evaluate_float64(error.double())[1]
     assert bool((gained > 0).all())
-    torch.testing.assert_close(found.errors - after, gained, rtol=1e-2, atol=0)
+    torch.testing.assert_close(result.errors - after, gained, rtol=1e-2, atol=0)

@@ -81,7 +81,7 @@ def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
         assert learned.stored().device == ELSEWHERE
     for matrix in block.matrices.values():
         assert matrix.result().codes.device == ELSEWHERE
-        assert {one.offsets.device for one in matrix.codes.values()} == {ELSEWHERE}
+        assert {codes.offsets.device for codes in matrix.codes.values()} == {ELSEWHERE}
     assert block.decoder_block.module.get_parameter("up.weight").device == ELSEWHERE  # let go of
 
 
@@ -92,15 +92,15 @@ def test_gradients_of_a_step_are_those_of_the_loss() -> None:
     scales = {name: block.matrices[name].scales["scales"].start for name in block.linears.matrices}
     decoded = {name: block.matrices[name].weight() for name in block.linears.matrices}
     (first,), factors = block.backward([row(states)], lambda *_: behind, 0.0)
-    asked = [torch.zeros_like(one, requires_grad=True) for one in scales.values()]
+    asked = [torch.zeros_like(scale, requires_grad=True) for scale in scales.values()]
     gain, given = torch.ones(64, requires_grad=True), states.clone().requires_grad_()
     up, down = (
-        (weight.view(*one.shape, -1) * (1 + factor)[..., None]).view_as(weight)
-        for weight, one, factor in zip(decoded.values(), scales.values(), asked, strict=True)
+        (weight.view(*item.shape, -1) * (1 + factor)[..., None]).view_as(weight)
+        for weight, item, factor in zip(decoded.values(), scales.values(), asked, strict=True)
     )
     normed = nn.functional.rms_norm(given, (64,)) * gain
     outputs = given + (normed @ up.T).relu() @ down.T
-    wanted = torch.autograd.grad(outputs, [given, *asked, gain], behind)
-    for found, one in zip([first, *factors], wanted, strict=True):
-        assert found is not None
-        torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-4)
+    expected = torch.autograd.grad(outputs, [given, *asked, gain], behind)
+    for result, one in zip([first, *factors], expected, strict=True):
+        assert result is not None
+        torch.testing.assert_close(result, one, rtol=1e-3, atol=1e-4)

@@ -36,15 +36,15 @@ def made(grid: str, rows: int = 3) -> QuantizedTensor:
 def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.0), torch.randn(tensor.shape)
-    found = matrix.scale_gradients(gradient)
-    assert found.keys() == matrix.scales.keys()
-    assert found
+    result = matrix.scale_gradients(gradient)
+    assert result.keys() == matrix.scales.keys()
+    assert result
     whole = (gradient.double() * tensor.decode().double()).sum()
     # Values are sums over the scales, each times something.
-    assert float(sum(one.double().sum() for one in found.values())) == pytest.approx(
+    assert float(sum(item.double().sum() for item in result.values())) == pytest.approx(
         float(whole), rel=1e-4, abs=1e-4
     )
-    for key, one in found.items():
+    for key, one in result.items():
         parameters = {name: value.clone() for name, value in tensor.parameters.items()}
         parameters[key][1, -1] = parameters[key][1, -1].float() * 2
         moved = get_packer(tensor.scheme).decode(tensor.codes, parameters, tensor.scheme)
@@ -56,10 +56,10 @@ def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
 def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
-    found = matrix.code_gradients(gradient)
-    assert (CODES in found) == (grid in EVEN or grid in INTEGERS or grid in TABLES)
-    assert ("scales" in found) == ("d" in tensor.parameters)
-    assert ("mins" in found) == ("dmin" in tensor.parameters)
+    result = matrix.code_gradients(gradient)
+    assert (CODES in result) == (grid in EVEN or grid in INTEGERS or grid in TABLES)
+    assert ("scales" in result) == ("d" in tensor.parameters)
+    assert ("mins" in result) == ("dmin" in tensor.parameters)
     for key, one in matrix.codes.items():
         if grid in TABLES and key == CODES:
             continue
@@ -72,7 +72,7 @@ def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> No
             changed.pop(CODES, tensor.codes), changed, tensor.scheme
         )
         change = (gradient * (decoded - tensor.decode())).reshape(*one.start.shape, -1).sum(-1)
-        torch.testing.assert_close(found[key][up], change[up], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(result[key][up], change[up], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("grid", TABLES)
@@ -89,8 +89,8 @@ def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_tw
     inside = tensor.codes != int(values.argmax())
     assert {*gap[inside].tolist()} == {*values.unique().diff().tolist()}
     change = gradient * (matrix.result().decode() - tensor.decode())
-    found = matrix.code_gradients(gradient)[CODES] * gap / (values[1] - values[0])
-    torch.testing.assert_close(found, change, rtol=1e-3, atol=1e-4)
+    result = matrix.code_gradients(gradient)[CODES] * gap / (values[1] - values[0])
+    torch.testing.assert_close(result, change, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("grid", [*SCALED, "nvfp4"])

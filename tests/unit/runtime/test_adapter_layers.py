@@ -20,14 +20,14 @@ RANK = 16
 FEW = ("--windows", 2, "--length", 32)
 
 
-def save_adapter(place: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
-    place.mkdir()
+def save_adapter(directory: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    directory.mkdir()
     named = {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()}
-    save_file(named, place / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = sorted({name.split(".lora_")[0] for name in tensors if ".lora_" in name})
     adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": modules}
-    (place / "adapter_config.json").write_text(json.dumps(adapter_config | config))
-    return place
+    (directory / "adapter_config.json").write_text(json.dumps(adapter_config | config))
+    return directory
 
 
 def correction(model: Path, quantized: Path) -> dict[str, Tensor]:

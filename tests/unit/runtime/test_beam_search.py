@@ -76,14 +76,16 @@ def test_it_finds_what_transformers_finds(
     assert [beam.score for beam in ours] == pytest.approx([score for _, score in free], rel=1e-4)
     # With tokens that end some beams early.
     stop = sorted({free[0][0][6], free[-1][0][11]})
-    wanted = theirs(PROMPT, new_tokens, options, stop)
-    found = beam_search(
+    expected = theirs(PROMPT, new_tokens, options, stop)
+    result = beam_search(
         DecoderEngine(Decoder(demo())), PROMPT, new_tokens, options, frozenset(stop)
     )
-    assert [beam.tokens for beam in found] == [tokens for tokens, _ in wanted]
-    assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], rel=1e-4)
+    assert [beam.tokens for beam in result] == [tokens for tokens, _ in expected]
+    assert [beam.score for beam in result] == pytest.approx(
+        [score for _, score in expected], rel=1e-4
+    )
     if early != "never":  # which goes on while longer ones may still win
-        assert any(beam.ended for beam in found)
+        assert any(beam.ended for beam in result)
 
 
 @pytest.mark.tokens
@@ -92,8 +94,8 @@ def test_one_beam_is_greedy() -> None:
     from quantforge.runtime.generation_options import Sampling
 
     engine = DecoderEngine(Decoder(demo()))
-    (found,) = beam_search(engine, PROMPT, 40, BeamOptions())
-    assert list(found.tokens) == list(generate_tokens(engine, PROMPT, 40, Sampling()))
+    (result,) = beam_search(engine, PROMPT, 40, BeamOptions())
+    assert list(result.tokens) == list(generate_tokens(engine, PROMPT, 40, Sampling()))
 
 
 @pytest.mark.parametrize("kind", ["", "int4"])
@@ -101,8 +103,8 @@ def test_caches_follow_the_beams(kind: str) -> None:
     """Scores of beams that changed rows many times are those of their tokens computed anew, in the same cache."""
     options = BeamOptions(4, 0.0, "never")
     long = tuple(range(40, 100))  # a border of pages is crossed
-    found = beam_search(DecoderEngine(Decoder(demo()), kind), long, 20, options)
-    for beam in found:
+    result = beam_search(DecoderEngine(Decoder(demo()), kind), long, 20, options)
+    for beam in result:
         engine = DecoderEngine(Decoder(demo()), kind)
         logits, total = engine.start(torch.tensor([long]), 20), 0.0
         for token in beam.tokens:
@@ -123,13 +125,13 @@ def test_the_other_engine_finds_the_same() -> None:
 def test_caches_of_transformers_follow_too(tiny: Tiny, family: str) -> None:
     """Those with states of convolutions and of Mamba as well."""
     model = load(tiny(family), "cpu", torch.float32).model
-    found = beam_search(TransformersEngine(model), (5, 6, 7), 8, BeamOptions(3, 0.0, "never"))
+    result = beam_search(TransformersEngine(model), (5, 6, 7), 8, BeamOptions(3, 0.0, "never"))
     engine = TransformersEngine(model)
     logits, total = engine.start(torch.tensor([[5, 6, 7]]), 8), 0.0
-    for token in found[0].tokens:
+    for token in result[0].tokens:
         total += logits.float().log_softmax(-1)[0, token].item()
         logits = engine.step(torch.tensor([token]))
-    assert found[0].score == pytest.approx(total, abs=1e-4)
+    assert result[0].score == pytest.approx(total, abs=1e-4)
 
 
 class Table:

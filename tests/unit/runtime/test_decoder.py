@@ -63,20 +63,20 @@ def models(tiny):
 
 
 def filled(decoder, kind="", tokens=80, sequences=2) -> PagedCache:
-    held = decoder.cache(sequences, tokens, kind)
+    paged_cache = decoder.cache(sequences, tokens, kind)
     for sequence in range(sequences):
-        held.reserve(sequence, tokens)
-    return held
+        paged_cache.reserve(sequence, tokens)
+    return paged_cache
 
 
 @torch.inference_mode()
 def logits_of(decoder, held, cuts) -> torch.Tensor:
     """Logits of all tokens, computed in chunks that end at ``cuts``."""
-    found, first = [], 0
+    results, first = [], 0
     for last in (*cuts, IDS.shape[1]):
-        found.append(decoder.logits(decoder.hidden(IDS[:, first:last], held)))
+        results.append(decoder.logits(decoder.hidden(IDS[:, first:last], held)))
         first = last
-    return torch.cat(found, 1)
+    return torch.cat(results, 1)
 
 
 def test_every_family_is_tested():
@@ -99,10 +99,10 @@ def test_every_family_is_tested():
     ids=str,
 )
 def test_logits_are_those_of_transformers(models, family, cuts):
-    model, wanted = models(family)
+    model, expected = models(family)
     decoder = Decoder(model)
-    found = logits_of(decoder, filled(decoder), cuts)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    result = logits_of(decoder, filled(decoder), cuts)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
@@ -113,11 +113,11 @@ def test_packed_experts_are_decoded_with(tiny, tmp_path, family, scheme):
     model = load(tmp_path / "q").model
     assert any(isinstance(module, PackedExperts) for module in model.modules())
     with torch.inference_mode():
-        wanted = model(IDS).logits
+        expected = model(IDS).logits
     decoder = Decoder(model)
     for cuts in ((), (60, *range(61, 70))):
-        found = logits_of(decoder, filled(decoder), cuts)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        result = logits_of(decoder, filled(decoder), cuts)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scaling", [
@@ -140,9 +140,9 @@ def test_scaled_rotary_embeddings(scaling):
     randomise(model)
     decoder = Decoder(model)
     with torch.inference_mode():
-        wanted = model(IDS).logits
-    found = logits_of(decoder, filled(decoder), (60,))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        expected = model(IDS).logits
+    result = logits_of(decoder, filled(decoder), (60,))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @each_value(
@@ -155,22 +155,22 @@ def test_layers_with_the_same_input_are_multiplied_as_one(tiny, tmp_path, family
         quantize(str(path), Recipe(scheme=scheme, scales="absmax"), tmp_path / "q", Settings())
         path = tmp_path / "q"
     model = load(path).model
-    wanted = logits_of(Decoder(model), filled(Decoder(model)), ())
-    held = sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+    expected = logits_of(Decoder(model), filled(Decoder(model)), ())
+    held_bytes = sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
     decoder = Decoder(model, join=True)
     if family != "phi3":  # whose projections are fused as they come
         assert all(layer.qkv and layer.gate_up for layer in decoder.layers)
     torch.testing.assert_close(
-        logits_of(decoder, filled(decoder), (60,)), wanted, rtol=1e-4, atol=1e-4
+        logits_of(decoder, filled(decoder), (60,)), expected, rtol=1e-4, atol=1e-4
     )
     # The parts are views of the whole, and still multiply.
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for value in (*model.parameters(), *model.buffers())
     }
-    assert sum(storages.values()) <= held
+    assert sum(storages.values()) <= held_bytes
     with torch.inference_mode():
-        torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dynamic_rotary_and_other_families_are_refused(models, tiny):
@@ -197,25 +197,27 @@ LOSSES = {
     ("family", ["llama", "qwen3"]),
 )
 def test_quantized_caches_lose_little(models, family, kind):
-    model, wanted = models(family)
+    model, expected = models(family)
     decoder = Decoder(model)
     at_once = logits_of(decoder, filled(decoder, kind), ())
-    error = float((at_once - wanted).norm() / wanted.norm())
+    error = float((at_once - expected).norm() / expected.norm())
     assert LOSSES[kind][0] < error < LOSSES[kind][1]
     in_steps = logits_of(decoder, filled(decoder, kind), (69,))
     torch.testing.assert_close(in_steps, at_once, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "expected"),
     [("", 256), ("int8", 132), ("fp8", 132), ("int4", 80), ("k=int8,v=int4", 106)],
 )
-def test_bytes_of_a_token(kind, wanted):
+def test_bytes_of_a_token(kind, expected):
     """Of 64 channels: 2 bytes each; 1 byte and one scale; half a byte and two pairs of 2 + 2 bytes."""
     shape = CacheShape(3, 2, 64, kind, torch.bfloat16)
-    assert shape.token_bytes == 3 * 2 * wanted
-    held = PagedCache(shape, 2, 70, CPU)
-    stored = sum(part.nbytes for pair in held.layers for store in pair for part in store.tensors())
+    assert shape.token_bytes == 3 * 2 * expected
+    paged_cache = PagedCache(shape, 2, 70, CPU)
+    stored = sum(
+        part.nbytes for pair in paged_cache.layers for store in pair for part in store.tensors()
+    )
     assert stored == shape.token_bytes * 2 * 3 * PAGE_SIZE
 
 
@@ -225,39 +227,39 @@ def test_bytes_of_a_token(kind, wanted):
 )
 def test_cached_values_are_within_half_a_step(kind, head):
     x = torch.randn(5, 3, head, generator=torch.Generator().manual_seed(1))
-    found = kv.decode(kv.encode(x, kind), torch.float32)
+    result = kv.decode(kv.encode(x, kind), torch.float32)
     run = channels_per_scale(head, kind)
     runs = x.view(5, 3, -1, run)
     largest = runs.abs().amax(-1, keepdim=True)
     step = {"int8": largest / 127, "fp8": largest / 8,  # of e4m3 in its largest binade
             "int4": (runs.amax(-1, keepdim=True) - runs.amin(-1, keepdim=True)) / 15}[kind]  # fmt: skip
-    assert ((found.view_as(runs) - runs).abs() <= 0.51 * step + 2e-3 * largest).all()
+    assert ((result.view_as(runs) - runs).abs() <= 0.51 * step + 2e-3 * largest).all()
     assert kv.decode(kv.encode(torch.zeros(2, head), kind), torch.float32).eq(0).all()
 
 
 def test_pages_are_taken_and_given_back():
-    held = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE_SIZE, CPU, pages=6)
-    held.reserve(0, PAGE_SIZE + 1)
-    held.reserve(1, 4 * PAGE_SIZE)
+    paged_cache = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE_SIZE, CPU, pages=6)
+    paged_cache.reserve(0, PAGE_SIZE + 1)
+    paged_cache.reserve(1, 4 * PAGE_SIZE)
     with pytest.raises(InputError, match="room for 64"):
-        held.reserve(0, 2 * PAGE_SIZE + 1)
-    used = held.table[1].tolist()
-    assert sorted([*held.table[0, :2].tolist(), *used]) == list(range(6))
-    held.release(1)
-    held.reserve(2, 4 * PAGE_SIZE)
-    assert set(held.table[2].tolist()) == set(used)
+        paged_cache.reserve(0, 2 * PAGE_SIZE + 1)
+    used = paged_cache.table[1].tolist()
+    assert sorted([*paged_cache.table[0, :2].tolist(), *used]) == list(range(6))
+    paged_cache.release(1)
+    paged_cache.reserve(2, 4 * PAGE_SIZE)
+    assert set(paged_cache.table[2].tolist()) == set(used)
     with pytest.raises(InputError, match="needs a cache of 129"):
-        held.reserve(2, 4 * PAGE_SIZE + 1)
+        paged_cache.reserve(2, 4 * PAGE_SIZE + 1)
 
 
 def test_sequences_do_not_see_each_other(models):
-    model, wanted = models("llama")
+    model, expected = models("llama")
     decoder = Decoder(model)
-    held = decoder.cache(2, 100)
-    held.reserve(1, 100)  # the second sequence takes the first pages
-    held.reserve(0, 80)
-    found = logits_of(decoder, held, (33,))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    paged_cache = decoder.cache(2, 100)
+    paged_cache.reserve(1, 100)  # the second sequence takes the first pages
+    paged_cache.reserve(0, 80)
+    result = logits_of(decoder, paged_cache, (33,))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @each_value(
@@ -265,18 +267,27 @@ def test_sequences_do_not_see_each_other(models):
     ("window", [0, 20, 200]),
 )
 def test_even_sequences_attend_as_the_definition_says(kind, window):
-    held = PagedCache(CacheShape(1, 2, 64, kind, torch.float32), 3, 100, CPU)
+    paged_cache = PagedCache(CacheShape(1, 2, 64, kind, torch.float32), 3, 100, CPU)
     for part in (
-        part for store in held.layers[0] for part in store.tensors() if part.is_floating_point()
+        part
+        for store in paged_cache.layers[0]
+        for part in store.tensors()
+        if part.is_floating_point()
     ):
         part.fill_(float("nan"))  # what no token has been written to
     tokens = PAGE_SIZE + 9
     new = torch.randn(2, 3 * tokens, 2, 64, generator=torch.Generator().manual_seed(4))
-    held.write(0, held.slots(tokens)[0].flatten(), *new)
-    held.lengths += tokens
+    paged_cache.write(0, paged_cache.slots(tokens)[0].flatten(), *new)
+    paged_cache.lengths += tokens
     q = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(5))
-    given = (q, *held.layers[0], held.table, held.lengths, ScoreOptions(0.125, 0.0, window))
-    torch.testing.assert_close(attend(*given), attend_reference(*given), rtol=1e-5, atol=1e-6)
+    options = (
+        q,
+        *paged_cache.layers[0],
+        paged_cache.table,
+        paged_cache.lengths,
+        ScoreOptions(0.125, 0.0, window),
+    )
+    torch.testing.assert_close(attend(*options), attend_reference(*options), rtol=1e-5, atol=1e-6)
 
 
 # Generation
@@ -286,14 +297,16 @@ def test_even_sequences_attend_as_the_definition_says(kind, window):
 def test_greedy_continuations_are_those_of_the_logits(models):
     model, _ = models("llama")
     decoder = Decoder(model)
-    found = generate(decoder, [IDS[0, :20].tolist(), IDS[1, :7].tolist()], StopLimits(new_tokens=9))
-    for row, length, tokens in ((0, 20, found[0]), (1, 7, found[1])):
+    result = generate(
+        decoder, [IDS[0, :20].tolist(), IDS[1, :7].tolist()], StopLimits(new_tokens=9)
+    )
+    for row, length, tokens in ((0, 20, result[0]), (1, 7, result[1])):
         ids = IDS[row, :length].tolist()
         for token in tokens:
             with torch.inference_mode():
                 assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
             ids.append(token)
-    assert [len(tokens) for tokens in found] == [9, 9]
+    assert [len(tokens) for tokens in result] == [9, 9]
 
 
 RECORDED = ("mistral", "qwen3", "gemma2", "gemma3")
@@ -325,38 +338,38 @@ def packed(tiny, tmp_path_factory):
 def test_steps_that_are_recorded_compute_the_same(packed, family, cached, ignored):
     sequences, kind = cached
     decoder = Decoder(packed(family, ignored))
-    found = []
+    results = []
     for graph in (None, False):
-        held = decoder.cache(sequences, 60, kind)
+        paged_cache = decoder.cache(sequences, 60, kind)
         with torch.inference_mode():
-            logits = prefill(decoder, IDS[:, :60].reshape(-1, 20)[:sequences], held, 40)
-            step = DecodingStep(decoder, held, graph)
+            logits = prefill(decoder, IDS[:, :60].reshape(-1, 20)[:sequences], paged_cache, 40)
+            step = DecodingStep(decoder, paged_cache, graph)
             for _ in range(30):
                 logits = step(logits.argmax(-1))
-                found.append(logits)
+                results.append(logits)
         assert (step.recorded is not None) == (graph is None)
-    assert all(torch.equal(a, b) for a, b in zip(found[:30], found[30:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results[:30], results[30:], strict=True))
 
 
 @torch.inference_mode()
 def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     """So many rows of a dense layer are torch's."""
     monkeypatch.setattr(layer_launchers, "max_linear_rows", lambda *_: 8)
-    decoder, found = Decoder(models("mistral")[0]), []
+    decoder, results = Decoder(models("mistral")[0]), []
     ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):
-        held = filled(decoder, sequences=9)
-        step = DecodingStep(decoder, held, graph)
-        decoder.hidden(ids[:, :5], held)
-        found.append([step(ids[:, place]) for place in range(5, 9)])
+        paged_cache = filled(decoder, sequences=9)
+        step = DecodingStep(decoder, paged_cache, graph)
+        decoder.hidden(ids[:, :5], paged_cache)
+        results.append([step(ids[:, index]) for index in range(5, 9)])
         assert step.recorded is None
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_prompts_are_cut_into_chunks(models, monkeypatch):
     from quantforge.runtime import decoding as module
 
-    model, wanted = models("llama")
+    model, expected = models("llama")
     decoder = Decoder(model)
     monkeypatch.setattr(module, "PREFILL_CHUNK_TOKENS", 32)
     chunks = []
@@ -365,22 +378,22 @@ def test_prompts_are_cut_into_chunks(models, monkeypatch):
         decoder, "hidden", lambda ids, c: chunks.append(ids.shape[1]) or hidden(ids, c)
     )
     with torch.inference_mode():
-        held = decoder.cache(2, 80)
-        found = prefill(decoder, IDS, held, 5)
-        torch.testing.assert_close(found, wanted[:, -1], rtol=1e-4, atol=1e-4)
+        paged_cache = decoder.cache(2, 80)
+        result = prefill(decoder, IDS, paged_cache, 5)
+        torch.testing.assert_close(result, expected[:, -1], rtol=1e-4, atol=1e-4)
         assert chunks == [16, 16, 16, 16, 6]
-        assert held.length(1) == 70
-        DecodingStep(decoder, held)(IDS[:, 0])
-    assert held.length(1) == 71
+        assert paged_cache.length(1) == 70
+        DecodingStep(decoder, paged_cache)(IDS[:, 0])
+    assert paged_cache.length(1) == 71
 
 
 def test_caches_that_make_no_sense_are_refused(models):
     decoder = Decoder(models("llama")[0])
     with pytest.raises(UsageError, match="int5"):
         decoder.cache(1, 10, "int5")
-    held = decoder.cache(2, 40)
+    paged_cache = decoder.cache(2, 40)
     with pytest.raises(InputError, match="room for 40"):
-        prefill(decoder, IDS, held, 5)
+        prefill(decoder, IDS, paged_cache, 5)
 
 
 def test_logits_that_are_no_numbers_are_an_error(tiny):

@@ -29,11 +29,11 @@ def packed(tiny, tmp_path_factory):
 
 def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     """Return the logits of every step; requests leave one after the other."""
-    found = []
+    results = []
     monkeypatch.setattr(
         verify_drafts,
         "choose_tokens",
-        lambda samplers, logits: found.append(logits.clone()) or choose_tokens(samplers, logits),
+        lambda samplers, logits: results.append(logits.clone()) or choose_tokens(samplers, logits),
     )
     engine = ServingEngine(decoder, EngineOptions(rows=7, tokens=80, **options))
     if not recorded:
@@ -45,7 +45,7 @@ def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     while not engine.idle:
         engine.step()
     assert engine.counters.pages_free == engine.counters.pages
-    return found, engine
+    return results, engine
 
 
 @pytest.mark.parametrize("kind", ["", "int4", "k=fp8,v=int4"])

@@ -35,9 +35,9 @@ def quantized(tiny, tmp_path_factory):
     """Return a function from family, format and scheme to the directory of a rounded model."""
 
     @cache
-    def make(family: str, form: str, scheme: str, head: str = "keep") -> Path:
+    def make(family: str, format_key: str, scheme: str, head: str = "keep") -> Path:
         out = tmp_path_factory.mktemp("quantized") / family
-        recipe = Recipe(scheme=scheme, format=form, scales="absmax", lm_head=head)
+        recipe = Recipe(scheme=scheme, format=format_key, scales="absmax", lm_head=head)
         quantize(str(tiny(family)), recipe, out, Settings())
         return out
 
@@ -128,16 +128,16 @@ def test_of_a_multimodal_model_the_text_tower_is_loaded(tiny):
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
+    ("family", "format_key"),
     [("llama", "compressed-tensors"), ("llama-tied", "gptq"), ("qwen2", "awq"),
      ("gemma2", "compressed-tensors"), ("phi3", "gptq"), ("gpt2", "compressed-tensors"),
      ("opt", "compressed-tensors")],
 )  # fmt: skip
-def test_quantized_models_compute_what_their_codes_say(tiny, quantized, family, form):
-    path = quantized(family, form, FORMATS[form])
+def test_quantized_models_compute_what_their_codes_say(tiny, quantized, family, format_key):
+    path = quantized(family, format_key, FORMATS[format_key])
     loaded = load(path)
-    assert loaded.format == form
-    assert loaded.scheme.startswith(FORMATS[form])
+    assert loaded.format == format_key
+    assert loaded.scheme.startswith(FORMATS[format_key])
     assert sum(loaded.kernels.values()) == pytest.approx(1)
     assert loaded.kernels["reference"] > 0.5
     expected = decoded_model(tiny(family), path)
@@ -154,12 +154,14 @@ def decoded_model(source: Path, path: Path):
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     checkpoint = open_checkpoint(path)
-    form = detect_format(checkpoint.config)
+    format_key = detect_format(checkpoint.config)
     stored = checkpoint.stored_tensors()
-    layouts = form.find_layouts(checkpoint.config, stored)
+    layouts = format_key.find_layouts(checkpoint.config, stored)
     assert layouts
     for layout in layouts:
-        tensor = form.unpack(layout, {name: checkpoint.read(name) for name in layout.tensor_names})
+        tensor = format_key.unpack(
+            layout, {name: checkpoint.read(name) for name in layout.tensor_names}
+        )
         module = model.get_submodule(layout.module)
         values = decoded(tensor)
         turned = type(module).__name__ == "Conv1D"

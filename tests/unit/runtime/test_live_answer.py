@@ -26,9 +26,9 @@ def answer_of(
 ) -> tuple[list[str], StreamingCompletion, Fixed]:
     """Return pieces, and the answer, of a model that says given texts."""
     tokenizer = tokenizer_at(tiny("llama"))
-    said = [[*tokenizer.encode_with_special_tokens(text), END] for text in texts]
-    longest = max(map(len, said))
-    steps = [[ids[min(place, len(ids) - 1)] for ids in said] for place in range(longest)]
+    messages = [[*tokenizer.encode_with_special_tokens(text), END] for text in texts]
+    longest = max(map(len, messages))
+    steps = [[ids[min(index, len(ids) - 1)] for ids in messages] for index in range(longest)]
     engine = Fixed(steps)
     side = TextProcessor(tokenizer, None, frozenset({END}), 1000)
     answer = StreamingCompletion(TextModel("m", "own", engine, side), [5], limits, templated=False)
@@ -36,7 +36,7 @@ def answer_of(
 
 
 @pytest.mark.parametrize(
-    ("stop", "before", "found"),
+    ("stop", "before", "result"),
     [
         ("", "one 世界 two", None),
         ("wo", "one 世界 t", "wo"),
@@ -48,17 +48,17 @@ def answer_of(
     ],
 )
 def test_a_stop_string_ends_the_text_before_it(
-    tiny: Tiny, stop: str, before: str, found: str | None
+    tiny: Tiny, stop: str, before: str, result: str | None
 ) -> None:
     """Tokens of the tiny model are bytes or a few of them, so that every string spans several."""
     limits = CompletionOptions(100, stop=(stop,) if stop else ())
     pieces, answer, engine = answer_of(["one 世界 two"], tiny, limits)
     (choice,) = answer.generated().choices
     assert "".join(pieces) == choice.text == before
-    assert (choice.stop, choice.stopped) == (found, "stop" if found else "end")
+    assert (choice.stop, choice.stopped) == (result, "stop" if result else "end")
     text = tokenizer_at(tiny("llama")).decode(choice.tokens)
-    assert text.startswith(before + (found or ""))  # tokens are those of the string too
-    assert engine.steps == len(choice.tokens) + (found is None)  # nothing is computed behind it
+    assert text.startswith(before + (result or ""))  # tokens are those of the string too
+    assert engine.steps == len(choice.tokens) + (result is None)  # nothing is computed behind it
 
 
 def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
@@ -80,13 +80,13 @@ def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
 def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
     limits = CompletionOptions(100, Sampling(0.01), stop=("!",), n=3)
     pieces, answer, engine = answer_of(["one ! two", "three", "a rather long one"], tiny, limits)
-    found = answer.generated()
-    assert "".join(pieces) == found.text == "one "
-    assert [one.text for one in found.choices] == ["one ", "three", "a rather long one"]
-    assert [one.stopped for one in found.choices] == ["stop", "end", "end"]
-    lengths = [len(one.tokens) for one in found.choices]
+    result = answer.generated()
+    assert "".join(pieces) == result.text == "one "
+    assert [choice.text for choice in result.choices] == ["one ", "three", "a rather long one"]
+    assert [choice.stopped for choice in result.choices] == ["stop", "end", "end"]
+    lengths = [len(choice.tokens) for choice in result.choices]
     assert engine.steps == lengths[2] + 1
-    assert found.steps == sum(lengths) + 2 - 3  # tokens that end a text are computed too
+    assert result.steps == sum(lengths) + 2 - 3  # tokens that end a text are computed too
 
 
 def test_an_answer_that_nobody_waited_for_was_interrupted(tiny: Tiny) -> None:
@@ -108,13 +108,13 @@ def test_log_probabilities_are_those_of_transformers() -> None:
     from transformers import AutoModelForCausalLM
 
     loaded = quantforge.load(DEMO)
-    found = quantforge.generate(
+    result = quantforge.generate(
         loaded, "import os", raw=True, max_tokens=6, temperature=1.5, top_k=3, seed=3, logprobs=3
     )
-    (choice,) = found.choices
+    (choice,) = result.choices
     assert choice.logprobs is not None
-    assert [one.chosen.id for one in choice.logprobs] == list(choice.tokens)
-    assert "".join(one.chosen.text for one in choice.logprobs) == choice.text
+    assert [token.chosen.id for token in choice.logprobs] == list(choice.tokens)
+    assert "".join(token.chosen.text for token in choice.logprobs) == choice.text
     tokenizer = tokenizer_at(DEMO)
     prompt = tokenizer.encode("import os")
     prompt = prompt if tokenizer.bos_id is None else [tokenizer.bos_id, *prompt]
@@ -135,37 +135,37 @@ def test_log_probabilities_are_those_of_transformers() -> None:
 @pytest.mark.tokens
 def test_several_answers_are_those_of_their_seeds() -> None:
     loaded = quantforge.load(DEMO)
-    wanted: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
-    found = quantforge.generate(loaded, "import", n=3, seed=8, **wanted)
+    expected: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
+    result = quantforge.generate(loaded, "import", n=3, seed=8, **expected)
     alone = [
-        quantforge.generate(loaded, "import", seed=seed, **wanted).tokens for seed in (8, 9, 10)
+        quantforge.generate(loaded, "import", seed=seed, **expected).tokens for seed in (8, 9, 10)
     ]
-    assert [choice.tokens for choice in found.choices] == alone
+    assert [choice.tokens for choice in result.choices] == alone
     assert len(set(alone)) > 1
 
 
 @pytest.mark.tokens
 def test_beams_are_answers_with_scores() -> None:
     loaded = quantforge.load(DEMO)
-    wanted: Any = {"raw": True, "max_tokens": 12}
-    greedy = quantforge.generate(loaded, "import", logprobs=0, **wanted)
-    found = quantforge.generate(
-        loaded, "import", beams=4, n=2, length_penalty=0.0, early_stopping="never", **wanted
+    expected: Any = {"raw": True, "max_tokens": 12}
+    greedy = quantforge.generate(loaded, "import", logprobs=0, **expected)
+    result = quantforge.generate(
+        loaded, "import", beams=4, n=2, length_penalty=0.0, early_stopping="never", **expected
     )
-    assert len(found.choices) == 2
-    scores = [choice.score for choice in found.choices]
+    assert len(result.choices) == 2
+    scores = [choice.score for choice in result.choices]
     assert scores[0] is not None
     assert scores[1] is not None
     assert scores[0] >= scores[1]
     (one,) = greedy.choices
     assert one.logprobs is not None
     assert scores[0] >= math.fsum(token.chosen.logprob for token in one.logprobs) - 0.05
-    assert found.text == tokenizer_at(DEMO).decode(found.tokens)
-    assert quantforge.generate(loaded, "import", beams=1, **wanted).tokens == greedy.tokens
+    assert result.text == tokenizer_at(DEMO).decode(result.tokens)
+    assert quantforge.generate(loaded, "import", beams=1, **expected).tokens == greedy.tokens
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"n": 0}, "n = 0"),
         ({"n": 129, "temperature": 1.0}, "n = 129"),
@@ -180,9 +180,11 @@ def test_beams_are_answers_with_scores() -> None:
         ({"include_stop": 1}, "include_stop = 1"),
     ],
 )
-def test_rules_that_contradict_each_other_are_refused(options: dict[str, Any], said: str) -> None:
+def test_rules_that_contradict_each_other_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         completion_options(5, options)
-    assert said in caught.value.message
+    assert message in caught.value.message
     with pytest.raises(UsageError, match="max_tokens"):
         completion_options(0, {})

@@ -46,9 +46,9 @@ def quantized(tiny, tmp_path_factory):
     """Return a function from family, format, scheme and rules to the directory of a rounded model."""
 
     @cache
-    def make(family: str, form: str, scheme: str, rules: tuple[Rule, ...] = ()) -> Path:
+    def make(family: str, format_key: str, scheme: str, rules: tuple[Rule, ...] = ()) -> Path:
         out = tmp_path_factory.mktemp("quantized") / family
-        recipe = Recipe(scheme=scheme, format=form, scales="absmax", rules=rules)
+        recipe = Recipe(scheme=scheme, format=format_key, scales="absmax", rules=rules)
         quantize(str(tiny(family)), recipe, out, Settings())
         return out
 
@@ -106,16 +106,16 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
     assert isinstance(stack, kind)
     x = torch.randn(9, 64)
     index = torch.arange(18).view(9, 2) % 3
-    found = stack(x, ExpertRouting(index, 3)).view(9, 2, 24)
+    result = stack(x, ExpertRouting(index, 3)).view(9, 2, 24)
     singles = [PackedLinear(weight, None, torch.float32, torch.device("cpu")) for weight in weights]
     for row in range(9):
-        for place in range(2):
-            expected = singles[index[row, place]](x[row : row + 1])[0]
-            assert (found[row, place] - expected).abs().max() < 1e-5
+        for position in range(2):
+            expected = singles[index[row, position]](x[row : row + 1])[0]
+            assert (result[row, position] - expected).abs().max() < 1e-5
     plain = create_stack(
         lambda expert: [replace(weights[expert], input=None)], 3, torch.float32, torch.device("cpu")
     )
-    assert (plain(x, ExpertRouting(index, 3)).view(9, 2, 24) - found).abs().max() > 1e-3
+    assert (plain(x, ExpertRouting(index, 3)).view(9, 2, 24) - result).abs().max() > 1e-3
 
 
 def test_inputs_that_are_rounded_are_not_dropped_where_experts_are_decoded(quantized):
@@ -204,9 +204,9 @@ def test_every_kind_of_experts_of_transformers(kind, dtype):
         module.to(dtype), stacks, lambda *at: weights[at], dtype, torch.device("cpu")
     )
     assert packed is not None
-    found = packed(x.to(dtype), index, scores.to(dtype)).float()
+    result = packed(x.to(dtype), index, scores.to(dtype)).float()
     most = 1e-5 if dtype == torch.float32 else 0.02
-    assert (found - expected).norm() <= most * expected.norm()
+    assert (result - expected).norm() <= most * expected.norm()
     assert sum(value.numel() for value in packed.parameters()) < 2 * COUNT * (HIDDEN + INNER)
 
 
@@ -274,8 +274,8 @@ def test_experts_of_a_module_that_is_not_understood_are_decoded_and_counted(quan
     path = quantized("mixtral", "compressed-tensors", "int4:g32:sym")
     expected = logits(path, True)[1]
     monkeypatch.setattr(packed_experts_of, "is_supported", lambda _module: False)
-    loaded, found = logits(path, True)
-    assert (found - expected).abs().max() <= MOST
+    loaded, result = logits(path, True)
+    assert (result - expected).abs().max() <= MOST
     (event,) = loaded.events
     assert event.kind == "kernel-fallback"
     assert event.detail.startswith("72% of all weights are experts")

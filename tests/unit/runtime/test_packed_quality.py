@@ -105,10 +105,10 @@ def test_nll_through_the_own_decoder(quantized):
     windows = cut_windows(tokenizer_at(quantized), TEXT, 2, 24)
     model = load(quantized).model
     decoder = Decoder(model, join=True)
-    held = decoder.cache(2, 24)
+    cache = decoder.cache(2, 24)
     for sequence in range(2):
-        held.reserve(sequence, 24)
+        cache.reserve(sequence, 24)
     with torch.inference_mode():
-        logs = decoder.logits(decoder.hidden(windows.ids, held))[:, :-1].log_softmax(-1)
-    found = -logs.gather(2, windows.targets[:, :, None]).double().mean().item()
-    assert found == pytest.approx(nll(model, windows), abs=1e-5)
+        logs = decoder.logits(decoder.hidden(windows.ids, cache))[:, :-1].log_softmax(-1)
+    result = -logs.gather(2, windows.targets[:, :, None]).double().mean().item()
+    assert result == pytest.approx(nll(model, windows), abs=1e-5)

@@ -29,7 +29,7 @@ def models(tiny):
 
 def advance(decoder, held, steps, given=IDS):
     """Return the logits of every row, computed as ``steps`` of (row, tokens) say."""
-    found = [[] for _ in range(held.sequences)]
+    results = [[] for _ in range(held.sequences)]
     for step in steps:
         spans = [Span(row, tokens) for row, tokens in step]
         ids = []
@@ -43,8 +43,8 @@ def advance(decoder, held, steps, given=IDS):
             step, logits.split([tokens for _, tokens in step]), strict=True
         ):
             assert len(part) == tokens
-            found[row].append(part)
-    return [torch.cat(parts) if parts else None for parts in found]
+            results[row].append(part)
+    return [torch.cat(parts) if parts else None for parts in results]
 
 
 STEPS = [
@@ -58,13 +58,17 @@ STEPS = [
 def test_spans_have_the_logits_of_transformers(models, family):
     model = models(family)
     with torch.inference_mode():
-        wanted = model(IDS).logits
+        expected = model(IDS).logits
     decoder = Decoder(model)
-    held = decoder.cache(3, 80, pages=9)
-    found = advance(decoder, held, STEPS)
+    paged_cache = decoder.cache(3, 80, pages=9)
+    result = advance(decoder, paged_cache, STEPS)
     for row in range(3):
-        torch.testing.assert_close(found[row], wanted[row], rtol=1e-4, atol=1e-4)
-    assert [held.length(row) for row in range(3)] == held.lengths.tolist() == [70, 70, 70]
+        torch.testing.assert_close(result[row], expected[row], rtol=1e-4, atol=1e-4)
+    assert (
+        [paged_cache.length(row) for row in range(3)]
+        == paged_cache.lengths.tolist()
+        == [70, 70, 70]
+    )
 
 
 @pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
@@ -92,36 +96,38 @@ def test_trees_compute_every_path(models, family):
     for path in paths:
         for depth, token in enumerate(path):
             tree[token, path[:depth]] = True
-    held = decoder.cache(1, 80)
-    advance(decoder, held, [[(0, 30)]])
-    held.reserve(0, 35)
+    paged_cache = decoder.cache(1, 80)
+    advance(decoder, paged_cache, [[(0, 30)]])
+    paged_cache.reserve(0, 35)
     new = torch.tensor([7, 8, 9, 10, 11])
     with torch.inference_mode():
-        found = decoder.logits(decoder.hidden_of_spans(new, [Span(0, 5, tree)], held))
+        result = decoder.logits(decoder.hidden_of_spans(new, [Span(0, 5, tree)], paged_cache))
         for path in paths:
-            wanted = models(family)(torch.cat((IDS[0, :30], new[path]))[None]).logits[0, 30:]
-            torch.testing.assert_close(found[path], wanted, rtol=1e-4, atol=1e-4)
+            expected = models(family)(torch.cat((IDS[0, :30], new[path]))[None]).logits[0, 30:]
+            torch.testing.assert_close(result[path], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rejected_tokens_are_forgotten(models):
     decoder = Decoder(models("llama"))
-    held = decoder.cache(3, 80)
-    wanted = advance(decoder, held, [[(0, 70)]])[0]
-    held.truncate_sequence(0, 20)
-    assert held.length(0) == held.lengths[0] == 20
-    assert len(held.pages_of(0)) == 1
-    found = advance(decoder, held, [[(0, 50)]])[0]
-    torch.testing.assert_close(found, wanted[20:], rtol=1e-4, atol=1e-4)
+    paged_cache = decoder.cache(3, 80)
+    expected = advance(decoder, paged_cache, [[(0, 70)]])[0]
+    paged_cache.truncate_sequence(0, 20)
+    assert paged_cache.length(0) == paged_cache.lengths[0] == 20
+    assert len(paged_cache.pages_of(0)) == 1
+    result = advance(decoder, paged_cache, [[(0, 50)]])[0]
+    torch.testing.assert_close(result, expected[20:], rtol=1e-4, atol=1e-4)
 
 
 def test_pages_of_others_are_not_read():
     """Who had a page before may have left what is no number."""
-    held = PagedCache(CacheShape(1, 2, 8, "", torch.float32), 2, 4 * PAGE_SIZE, torch.device("cpu"))
-    for store in held.layers[0]:
+    paged_cache = PagedCache(
+        CacheShape(1, 2, 8, "", torch.float32), 2, 4 * PAGE_SIZE, torch.device("cpu")
+    )
+    for store in paged_cache.layers[0]:
         store.codes.fill_(float("nan"))
     for row, tokens in ((0, 40), (1, 3)):
-        held.reserve(row, tokens)
-    batch = RaggedBatch([Span(0, 40), Span(1, 3)], held)
+        paged_cache.reserve(row, tokens)
+    batch = RaggedBatch([Span(0, 40), Span(1, 3)], paged_cache)
     new = torch.randn(2, 43, 2, 8, generator=torch.Generator().manual_seed(0))
-    held.write(0, batch.slots[0], *new)
-    assert batch.attend(new[0], 0, held, ScoreOptions(1.0)).isfinite().all()
+    paged_cache.write(0, batch.slots[0], *new)
+    assert batch.attend(new[0], 0, paged_cache, ScoreOptions(1.0)).isfinite().all()

@@ -55,26 +55,26 @@ def test_they_are_asked_before_anything_is_loaded(tiny, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_forecast_holds(tiny, dtype, monkeypatch):
-    asked = []
-    monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: asked.append(needed))
+    requested = []
+    monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: requested.append(needed))
     model = load_model(tiny("llama"), dtype=dtype).model
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    held = sum(value.nbytes for value in model.parameters())
-    held += sum(module.weight_bytes for module in packed)
-    assert held <= asked[0] <= 1.1 * held
+    held_bytes = sum(value.nbytes for value in model.parameters())
+    held_bytes += sum(module.weight_bytes for module in packed)
+    assert held_bytes <= requested[0] <= 1.1 * held_bytes
 
 
 @pytest.mark.parametrize("scheme", ["q2_k", "q4_k", "tq1_0", "iq4_xs"])
 def test_the_forecast_holds_for_blocks(models, scheme, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: asked.append(needed))
+    requested = []
+    monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: requested.append(needed))
     path = export(models("llama", **WIDE), tmp_path / "x.gguf", None, scheme=scheme)
     model = load_model(path, dtype=torch.bfloat16).model
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) > 10
-    held = sum(value.nbytes for value in model.parameters())
-    held += sum(module.weight_bytes for module in packed)
-    assert held <= asked[0] <= 1.15 * held
+    held_bytes = sum(value.nbytes for value in model.parameters())
+    held_bytes += sum(module.weight_bytes for module in packed)
+    assert held_bytes <= requested[0] <= 1.15 * held_bytes
 
 
 def test_a_cpu_is_not_asked():

@@ -117,9 +117,9 @@ def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
 
 def test_rows_are_rounded_to_a_range_of_their_own():
     x = torch.tensor([[1.0, -0.5, 0.26], [100.0, 1.0, 0.0]])
-    found = fake_quantize_input(x, Activation("int8", "token"))
-    assert found[0, 2] == pytest.approx(round(0.26 * 127) / 127)
-    assert found[1].tolist() == pytest.approx([100.0, 100 / 127, 0.0])
+    result = fake_quantize_input(x, Activation("int8", "token"))
+    assert result[0, 2] == pytest.approx(round(0.26 * 127) / 127)
+    assert result[1].tolist() == pytest.approx([100.0, 100 / 127, 0.0])
 
 
 def test_static_ranges_clamp_and_outliers_pass():
@@ -128,16 +128,16 @@ def test_static_ranges_clamp_and_outliers_pass():
     static = Activation("int8", "tensor", dynamic=False)
     assert fake_quantize_input(x, static, scale)[0, 1] == 2
     kept = Activation("int8", "token", threshold=6.0)
-    found = fake_quantize_input(x, kept)
-    assert found[0, 1] == 8
-    assert found[0, 2] == pytest.approx(round(0.3 * 127) / 127)
+    result = fake_quantize_input(x, kept)
+    assert result[0, 1] == 8
+    assert result[0, 2] == pytest.approx(round(0.3 * 127) / 127)
 
 
 def test_groups_of_channels_and_float8():
     x = torch.cat((torch.full((1, 4), 1000.0), torch.linspace(0.1, 1, 4)[None]), 1)
-    found = fake_quantize_input(x, Activation("fp8_e4m3", "g4"))
-    assert (found[0, 4:] - x[0, 4:]).abs().max() <= 2**-4
-    assert (found[0, 4:] != x[0, 4:]).any()
+    result = fake_quantize_input(x, Activation("fp8_e4m3", "g4"))
+    assert (result[0, 4:] - x[0, 4:]).abs().max() <= 2**-4
+    assert (result[0, 4:] != x[0, 4:]).any()
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def kept(count: int) -> Tensor:
     return weights / weights.sum()
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted.double(), rtol=1e-5, atol=1e-7)
+def close(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result, expected.double(), rtol=1e-5, atol=1e-7)
 
 
 # ---- definitions
@@ -64,8 +64,8 @@ def test_temperature() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-6, 1e300])
 def test_extreme_temperatures_give_the_limits(temperature: float) -> None:
-    wanted = [[1.0, 0, 0, 0]] if temperature < 1 else [[0.25] * 4]
-    close(distribution(LOGITS, Sampling(temperature=temperature)), torch.tensor(wanted))
+    expected = [[1.0, 0, 0, 0]] if temperature < 1 else [[0.25] * 4]
+    close(distribution(LOGITS, Sampling(temperature=temperature)), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(("k", "count"), [(0, 4), (1, 1), (3, 3), (4, 4), (9, 4)])
@@ -81,8 +81,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(p: float, count: int) -> N
 
 
 def test_top_p_keeps_the_first_of_equally_likely_ones() -> None:
-    found = distribution(torch.zeros(1, 8), Sampling(temperature=1, top_p=0.3))
-    close(found, torch.tensor([[1 / 3] * 3 + [0.0] * 5]))
+    result = distribution(torch.zeros(1, 8), Sampling(temperature=1, top_p=0.3))
+    close(result, torch.tensor([[1 / 3] * 3 + [0.0] * 5]))
 
 
 def test_top_p_of_what_top_k_has_left() -> None:
@@ -93,12 +93,12 @@ def test_top_p_of_what_top_k_has_left() -> None:
 
 def test_top_p_beyond_the_tokens_that_are_looked_at_first() -> None:
     logits = torch.linspace(0, -1, 3000)[None]
-    found = distribution(logits, Sampling(temperature=1, top_p=0.9))
+    result = distribution(logits, Sampling(temperature=1, top_p=0.9))
     plain = logits.double().softmax(-1)
     count = int((plain.cumsum(-1) < 0.9).sum()) + 1
     assert count > 2000
-    assert int((found > 0).sum()) == count
-    close(found[:, :count], plain[:, :count] / plain[:, :count].sum())
+    assert int((result > 0).sum()) == count
+    close(result[:, :count], plain[:, :count] / plain[:, :count].sum())
 
 
 @pytest.mark.parametrize(("m", "count"), [(0.0, 4), (0.24, 4), (0.26, 3), (0.6, 2), (1.0, 1)])
@@ -129,11 +129,11 @@ def test_frequency_and_presence_penalties_count_what_was_generated() -> None:
 def test_bias_comes_before_penalties_and_log_probabilities_are_the_models_own() -> None:
     """(log 0.1 + 5) / 2 is more than log 0.3 + 2; 2 log 0.1 + 5 would be less."""
     options = Sampling(logit_bias={3: 5.0, 1: 2.0}, repetition_penalty=2.0, logprobs=2)
-    found = RowSampler(options, [3]).choose(LOGITS[0])
-    assert found.token == 3
-    assert found.logprob == pytest.approx(math.log(0.1), abs=1e-6)
-    assert [token for token, _ in found.top] == [0, 1]
-    assert [value for _, value in found.top] == pytest.approx([math.log(0.4), math.log(0.3)])
+    result = RowSampler(options, [3]).choose(LOGITS[0])
+    assert result.token == 3
+    assert result.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+    assert [token for token, _ in result.top] == [0, 1]
+    assert [value for _, value in result.top] == pytest.approx([math.log(0.4), math.log(0.3)])
 
 
 def test_a_bias_outside_of_the_vocabulary_is_refused() -> None:
@@ -147,13 +147,13 @@ def test_many_tokens_are_counted() -> None:
     for token in [*range(50, 300), *range(250, 400)]:
         row.record(token)
     logits = torch.arange(500, 0, -1.0)
-    wanted = logits.clone()
+    expected = logits.clone()
     for token in [*range(50, 300), *range(250, 400)]:
-        wanted[token] -= 1
+        expected[token] -= 1
     drawn_from = RowSampler(Sampling(temperature=1.0, frequency_penalty=1.0), range(100))
     assert row.counts is not None
     drawn_from.counts = row.counts
-    close(probabilities(drawn_from, logits), wanted.double().softmax(-1))
+    close(probabilities(drawn_from, logits), expected.double().softmax(-1))
 
 
 # ---- draws
@@ -258,14 +258,14 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(
     requests: list[tuple[Sampling, list[int]]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    together = [RowSampler(*one) for one in requests]
-    alone = [RowSampler(*one) for one in requests]
+    together = [RowSampler(*request) for request in requests]
+    alone = [RowSampler(*request) for request in requests]
     for _ in range(4):
         logits = torch.randn(len(requests), 32, generator=generator) * 4
         before = logits.clone()
-        found = choose_tokens(together, logits)
+        result = choose_tokens(together, logits)
         assert torch.equal(logits, before)
-        for row, (one, sampler) in enumerate(zip(found, alone, strict=True)):
+        for row, (one, sampler) in enumerate(zip(result, alone, strict=True)):
             weights = probabilities(sampler, logits[row])
             assert weights[one.token] > 0
             assert math.isclose(weights.sum().item(), 1, rel_tol=1e-9)
@@ -281,8 +281,10 @@ def test_large_vocabularies_too() -> None:
     logits = torch.randn(40, 40_001, generator=generator) * 3
     cuts: tuple[dict[str, float], ...] = ({}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05})
     rules = [Sampling(1.0, seed=row, **cuts[row % 4]) for row in range(40)]  # type: ignore[arg-type]
-    together = choose_tokens([RowSampler(one) for one in rules], logits)
-    assert together == [RowSampler(one).choose(row) for one, row in zip(rules, logits, strict=True)]
+    together = choose_tokens([RowSampler(rule) for rule in rules], logits)
+    assert together == [
+        RowSampler(item).choose(row) for item, row in zip(rules, logits, strict=True)
+    ]
 
 
 # ---- what is refused

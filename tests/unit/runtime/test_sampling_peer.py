@@ -43,7 +43,7 @@ def test_every_processor_and_all_together(cut: str) -> None:
     for case in range(64):
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(case)) * 3
         prompt = [draw.randrange(VOCABULARY) for _ in range(20)]
-        wanted: dict[str, Any] = {
+        expected: dict[str, Any] = {
             "temperature": draw.uniform(0.3, 2),
             "repetition_penalty": draw.uniform(0.7, 1.6),
             "logit_bias": {
@@ -51,12 +51,12 @@ def test_every_processor_and_all_together(cut: str) -> None:
             },
         }
         if cut in {"top_k", "all"}:
-            wanted["top_k"] = draw.randint(1, 60)
+            expected["top_k"] = draw.randint(1, 60)
         if cut in {"top_p", "all"}:
-            wanted["top_p"] = draw.uniform(0.05, 0.99)
+            expected["top_p"] = draw.uniform(0.05, 0.99)
         if cut in {"min_p", "all"}:
-            wanted["min_p"] = draw.uniform(0.001, 0.3)
-        options = Sampling(**wanted)
-        found = probabilities(RowSampler(options, prompt), logits)
-        apart += not torch.allclose(found, theirs(logits, prompt, options), rtol=1e-4, atol=1e-7)
+            expected["min_p"] = draw.uniform(0.001, 0.3)
+        options = Sampling(**expected)
+        result = probabilities(RowSampler(options, prompt), logits)
+        apart += not torch.allclose(result, theirs(logits, prompt, options), rtol=1e-4, atol=1e-7)
     assert apart <= (cut in {"top_p", "all"})

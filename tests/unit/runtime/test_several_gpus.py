@@ -24,11 +24,11 @@ def logits(path, device, kind="", graph=True):
     decoder = Decoder(load(path, device=device).model)
     cache = decoder.cache(2, 32, kind)
     with torch.inference_mode():
-        found = [prefill(decoder, IDS.to(device), cache, 2)]
+        results = [prefill(decoder, IDS.to(device), cache, 2)]
         step = DecodingStep(decoder, cache, graph)
         for token in (5, 7):
-            found.append(step(torch.full((2,), token, device=device)).clone())
-    return torch.stack(found).cpu()
+            results.append(step(torch.full((2,), token, device=device)).clone())
+    return torch.stack(results).cpu()
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -36,9 +36,9 @@ def logits(path, device, kind="", graph=True):
 def test_the_second_gpu_computes_what_the_first_does(tiny, tmp_path, family, kind):
     quantize(tiny(family), tmp_path / "out", recipe(bits=4))
     assert torch.cuda.current_device() == 0
-    wanted = logits(tmp_path / "out", "cuda:0", kind, graph=False)
-    found = logits(tmp_path / "out", "cuda:1", kind, graph=family == "llama")
-    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    expected = logits(tmp_path / "out", "cuda:0", kind, graph=False)
+    result = logits(tmp_path / "out", "cuda:1", kind, graph=family == "llama")
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
     assert torch.cuda.current_device() == 0
 
 
@@ -49,9 +49,9 @@ def test_a_graph_is_captured_on_each_gpu(tiny):
 
 def test_a_thread_of_its_own_computes_on_the_second_gpu(tiny):
     """The current device is that of a thread: a new one begins with the first GPU."""
-    found = []
-    thread = Thread(target=lambda: found.append(logits(tiny("llama"), "cuda:1", graph=False)))
+    results = []
+    thread = Thread(target=lambda: results.append(logits(tiny("llama"), "cuda:1", graph=False)))
     thread.start()
     thread.join()
-    wanted = logits(tiny("llama"), "cuda:0", graph=False)
-    torch.testing.assert_close(found[0], wanted, rtol=1e-2, atol=1e-2)
+    expected = logits(tiny("llama"), "cuda:0", graph=False)
+    torch.testing.assert_close(results[0], expected, rtol=1e-2, atol=1e-2)

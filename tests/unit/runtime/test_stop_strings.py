@@ -16,10 +16,10 @@ from quantforge.runtime.text_stream import StopMatcher
 def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
     """By trying every end: the text before the first string that is complete, the longest where several are."""
     for end in range(1, len(text) + 1):
-        complete = [one for one in stop if text[:end].endswith(one)]
+        complete = [string for string in stop if text[:end].endswith(string)]
         if complete:
-            found = max(complete, key=len)
-            return text[: end - len(found)], found
+            result = max(complete, key=len)
+            return text[: end - len(result)], result
     return text, None
 
 
@@ -39,10 +39,10 @@ def told(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[
 @example(["x€", "€y"], ["€€"])
 def test_pieces_do_not_matter(pieces: list[str], stop: list[str]) -> None:
     text = "".join(pieces)
-    before, found = expected(text, stop)
-    assert told(pieces, stop) == (before, found)
-    assert told([text], stop) == (before, found)
-    assert told(pieces, stop, include=True) == (before + (found or ""), found)
+    before, result = expected(text, stop)
+    assert told(pieces, stop) == (before, result)
+    assert told([text], stop) == (before, result)
+    assert told(pieces, stop, include=True) == (before + (result or ""), result)
 
 
 @settings(max_examples=100, deadline=None)
@@ -53,13 +53,16 @@ def test_pieces_do_not_matter(pieces: list[str], stop: list[str]) -> None:
 def test_as_much_is_told_as_can_be(text: str, stop: list[str]) -> None:
     """What waits is the longest end of the text that begins a stop string, and no more."""
     matcher, sent = StopMatcher(stop), ""
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         sent += matcher.add(character)
         if matcher.matched is not None:
             break
-        seen = text[: place + 1]
+        seen = text[: index + 1]
         waits = max(
-            size for one in stop for size in range(len(one) + 1) if seen.endswith(one[:size])
+            size
+            for string in stop
+            for size in range(len(string) + 1)
+            if seen.endswith(string[:size])
         )
         assert sent == seen[: len(seen) - waits]
 

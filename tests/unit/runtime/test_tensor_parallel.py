@@ -75,32 +75,32 @@ def test_two_ranks_give_the_logits_of_one(tiny, family):
         with pytest.raises(RefusedError, match="a norm of all heads"):
             shared_logits(tiny(family))
         return
-    found = shared_logits(tiny(family))
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0], whole_logits(tiny(family)), rtol=1e-4, atol=1e-4)
+    result = shared_logits(tiny(family))
+    assert torch.equal(*result)
+    torch.testing.assert_close(result[0], whole_logits(tiny(family)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"),
+    ("format_key", "scheme"),
     usual(
         [(form, scheme) for form in SCHEMES for scheme in SCHEMES[form]],
         *(("compressed-tensors", scheme) for scheme in ("int4:g32:asym", "nvfp4")),
         *(("awq", "int4:g32:asym"), ("bnb", "nf4:g64:sym:double"), ("mlx", "int4:g32:min")),
     ),
 )
-def test_packed_weights_are_shared(rounded, form, scheme):
+def test_packed_weights_are_shared(rounded, format_key, scheme):
     for family in ("llama", "llama-tied"):  # with biases and without
-        path = rounded(family, scheme=scheme, format=form)
-        found = shared_logits(path)
-        assert torch.equal(*found)
-        torch.testing.assert_close(found[0], whole_logits(path), rtol=1e-4, atol=1e-4)
+        path = rounded(family, scheme=scheme, format=format_key)
+        result = shared_logits(path)
+        assert torch.equal(*result)
+        torch.testing.assert_close(result[0], whole_logits(path), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["int8", "k=int8,v=int4"])
 def test_a_process_caches_its_own_heads(tiny, kind):
-    found = shared_logits(tiny("llama"), kind=kind)
-    wanted = whole_logits(tiny("llama"), kind)
-    assert (found[0] - wanted).norm() < 1e-2 * wanted.norm()  # a last bit may move a code
+    result = shared_logits(tiny("llama"), kind=kind)
+    expected = whole_logits(tiny("llama"), kind)
+    assert (result[0] - expected).norm() < 1e-2 * expected.norm()  # a last bit may move a code
 
     def entry_bytes(share: TensorParallelRank) -> int:
         return Decoder(load_part(tiny("llama"), share).model).cache_shape(kind).token_bytes
@@ -118,7 +118,7 @@ def test_a_process_holds_half_of_the_blocks(rounded):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "said"),
+    ("ranks", "options", "message"),
     [
         (4, {"scheme": "int4:g32:sym"}, "2 cannot be split over 4"),
         (2, {"scheme": "W8A8"}, "inputs are rounded by the range of a whole token"),
@@ -126,8 +126,8 @@ def test_a_process_holds_half_of_the_blocks(rounded):
         (2, {"family": "gpt2", "scheme": "int4:g32:sym"}, "not computed by the own decoder"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(rounded, ranks, options, said):
-    with pytest.raises(RefusedError, match=said):
+def test_what_cannot_be_shared_is_refused(rounded, ranks, options, message):
+    with pytest.raises(RefusedError, match=message):
         load(rounded(**options), share=TensorParallelRank(0, ranks, lambda part: part))
 
 
@@ -153,10 +153,10 @@ def test_a_cut_is_a_part_of_the_matrix(scheme):
         part = cut.slice_kernel_weight(whole)
         packed = fallback.KERNEL.prepare(part.codes, part.parameters, part.problem)
         eye = torch.eye(part.problem.in_features)
-        found = fallback.KERNEL.matmul(eye, packed, part.problem).T
-        wanted = torch.cat([plain[run] for run in cut.rows]) if cut.rows else plain
-        wanted = wanted[:, cut.columns] if cut.columns else wanted
-        assert torch.equal(found, wanted)
+        result = fallback.KERNEL.matmul(eye, packed, part.problem).T
+        expected = torch.cat([plain[run] for run in cut.rows]) if cut.rows else plain
+        expected = expected[:, cut.columns] if cut.columns else expected
+        assert torch.equal(result, expected)
 
 
 def test_groups_and_tiles_are_never_cut():
@@ -182,8 +182,8 @@ def test_act_order_is_shared_column_by_column(tiny, tmp_path):
     for name in ("config.json", "quantize_config.json"):
         text = (tmp_path / "q" / name).read_text()
         (tmp_path / "q" / name).write_text(text.replace('"desc_act": false', '"desc_act": true'))
-    found = shared_logits(tmp_path / "q")
-    torch.testing.assert_close(found[0], whole_logits(tmp_path / "q"), rtol=1e-4, atol=1e-4)
+    result = shared_logits(tmp_path / "q")
+    torch.testing.assert_close(result[0], whole_logits(tmp_path / "q"), rtol=1e-4, atol=1e-4)
 
 
 def test_scales_of_a_cache_by_head_go_with_the_heads(tiny, tmp_path):
@@ -194,12 +194,14 @@ def test_scales_of_a_cache_by_head_go_with_the_heads(tiny, tmp_path):
     whole = load(tmp_path / "q").kv_scales
 
     def scales(share: TensorParallelRank) -> Tensor:
-        found = load_part(tmp_path / "q", share).kv_scales
-        return torch.cat([one.flatten() for pair in found.values() for one in pair])
+        result = load_part(tmp_path / "q", share).kv_scales
+        return torch.cat([part.flatten() for pair in result.values() for part in pair])
 
     first, second = on_ranks(2, scales)
     both = torch.stack((first, second), 1).flatten()
-    assert torch.equal(both, torch.cat([one.flatten() for pair in whole.values() for one in pair]))
+    assert torch.equal(
+        both, torch.cat([part.flatten() for pair in whole.values() for part in pair])
+    )
 
 
 def test_a_process_that_nobody_started_beside_others_is_refused(monkeypatch):

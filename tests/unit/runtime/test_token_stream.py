@@ -26,8 +26,8 @@ class Fixed:
 
     device = torch.device("cpu")
 
-    def __init__(self, wanted: list[list[int]]) -> None:
-        self._wanted = iter(wanted)
+    def __init__(self, expected: list[list[int]]) -> None:
+        self._wanted = iter(expected)
         self.steps = 0
 
     def start(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:

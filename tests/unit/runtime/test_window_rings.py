@@ -36,12 +36,14 @@ def pages_of(held: PagedCache) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pages_are_counted(decoder, family):
-    held = decoder(family).cache(2, 128, max_step_tokens=CHUNK)
-    assert held.layout.rings == {16: 3}  # 16 + 24 - 1 tokens begin anywhere in a page
-    assert sorted(pages_of(held)) == [2 * 3] * FAMILIES[family] + [2 * 4] * (3 - FAMILIES[family])
+    paged_cache = decoder(family).cache(2, 128, max_step_tokens=CHUNK)
+    assert paged_cache.layout.rings == {16: 3}  # 16 + 24 - 1 tokens begin anywhere in a page
+    assert sorted(pages_of(paged_cache)) == [2 * 3] * FAMILIES[family] + [2 * 4] * (
+        3 - FAMILIES[family]
+    )
     assert set(pages_of(decoder(family).cache(2, 128))) == {2 * 4}  # who shares pages has them all
-    parts = [part for pair in held.layers for store in pair for part in store.tensors()]
-    assert sum(part.nbytes for part in parts) == 2 * held.layout.sequence_bytes(128)
+    parts = [part for pair in paged_cache.layers for store in pair for part in store.tensors()]
+    assert sum(part.nbytes for part in parts) == 2 * paged_cache.layout.sequence_bytes(128)
 
 
 def test_a_ring_that_would_be_no_smaller_is_none(decoder):
@@ -58,8 +60,8 @@ def test_a_ring_is_as_small_as_it_may_be():
             pages = CacheLayout(shape, 4096, max_step_tokens).rings[window]
             spans = [
                 {
-                    place // PAGE_SIZE
-                    for place in range(max(0, start - window + 1), start + max_step_tokens)
+                    index // PAGE_SIZE
+                    for index in range(max(0, start - window + 1), start + max_step_tokens)
                 }
                 for start in range(200)
             ]
@@ -81,7 +83,7 @@ def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
     drawn = torch.Generator().manual_seed(5)
     lengths = [(70, 50), (3, 100), (5, 110), (60, 60), (20, 60)]
     prompts = [torch.randint(3, 300, (n,), generator=drawn).tolist() for n, _ in lengths]
-    wanted = [
+    expected = [
         plain_text(model, prompt, StopLimits(new, cache=kind))
         for prompt, (_, new) in zip(prompts, lengths, strict=True)
     ]
@@ -90,12 +92,14 @@ def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
     assert engine.cache.layout.rings
     for number, (prompt, (_, new)) in enumerate(zip(prompts, lengths, strict=True)):
         engine.submit(GenerationRequest(str(number), tuple(prompt), new))
-    found = {}
+    results = {}
     while not engine.idle:
-        found |= {one.id: list(one.tokens) for one in engine.step() if isinstance(one, Finished)}
-    assert sum(map(len, wanted)) > 0.1 * sum(new for _, new in lengths)
-    for number, tokens in enumerate(wanted):
-        assert found[str(number)][: len(tokens)] == tokens
+        results |= {
+            event.id: list(event.tokens) for event in engine.step() if isinstance(event, Finished)
+        }
+    assert sum(map(len, expected)) > 0.1 * sum(new for _, new in lengths)
+    for number, tokens in enumerate(expected):
+        assert results[str(number)][: len(tokens)] == tokens
     # Where no layer takes pages, none are short.
     assert (engine.counters.preemptions > 0) == (PAGED in engine.cache.table_keys)
 
@@ -105,19 +109,19 @@ def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
     ids = torch.randint(3, 300, (2, 120), generator=torch.Generator().manual_seed(6))
 
     def logits(max_step_tokens, steps):
-        held = model.cache(2, 128, max_step_tokens=max_step_tokens)
+        paged_cache = model.cache(2, 128, max_step_tokens=max_step_tokens)
         for row in range(2):
-            held.reserve(row, 120)
-        found = []
+            paged_cache.reserve(row, 120)
+        results = []
         with torch.inference_mode():
             for part in ids.split(steps, dim=1):
-                found.append(model.logits(model.hidden(part, held)))
-                held.advance_all(part.shape[1])
-        return torch.cat(found, 1)
+                results.append(model.logits(model.hidden(part, paged_cache)))
+                paged_cache.advance_all(part.shape[1])
+        return torch.cat(results, 1)
 
-    wanted = logits(0, 120)
+    expected = logits(0, 120)
     for steps in (1, 7, CHUNK):
-        torch.testing.assert_close(logits(CHUNK, steps), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(CHUNK, steps), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(AssertionError):
         logits(CHUNK, CHUNK + 1)
 

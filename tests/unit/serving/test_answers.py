@@ -27,11 +27,11 @@ def test_the_text_is_that_of_the_plain_loop(stream):
     async def work():
         async with served() as client:
             prompts = ["abc", "Hello", "z7"]
-            found = await client.complete(prompt=prompts, max_tokens=30, n=2, stream=stream)
-            assert found.status == 200
-            for place, prompt in enumerate(prompts):
+            result = await client.complete(prompt=prompts, max_tokens=30, n=2, stream=stream)
+            assert result.status == 200
+            for index, prompt in enumerate(prompts):
                 for number in range(2):
-                    assert found.text(2 * place + number) == letters(plain(prompt, 30))
+                    assert result.text(2 * index + number) == letters(plain(prompt, 30))
             one = await client.complete(prompt=[ids("abc"), ids("z7")], max_tokens=7, stream=stream)
             assert (one.text(0), one.text(1)) == tuple(
                 letters(plain(text, 7)) for text in ("abc", "z7")
@@ -49,17 +49,17 @@ def test_reasons_and_counts():
 
     async def work():
         async with served() as client:
-            found = (await client.complete(prompt=ended, max_tokens=60)).document
-            assert found["object"] == "text_completion"
-            assert found["choices"][0]["finish_reason"] == "stop"
-            assert found["usage"] == {
+            result = (await client.complete(prompt=ended, max_tokens=60)).document
+            assert result["object"] == "text_completion"
+            assert result["choices"][0]["finish_reason"] == "stop"
+            assert result["usage"] == {
                 "prompt_tokens": 1,
                 "completion_tokens": cut + 1,
                 "total_tokens": cut + 2,
             }
             short = (await client.complete(prompt=ended, max_tokens=cut)).document
             assert short["choices"][0]["finish_reason"] == "length"
-            assert short["choices"][0]["text"] == found["choices"][0]["text"]
+            assert short["choices"][0]["text"] == result["choices"][0]["text"]
             on = await client.complete(prompt=ended, max_tokens=60, ignore_eos=True)
             assert on.document["usage"]["completion_tokens"] == 60
             events = (await client.complete(prompt=[ended, "b"], max_tokens=60, stream=True,
@@ -80,15 +80,15 @@ def test_a_stop_string_ends_the_answer_and_its_work(stream, include):
 
     async def work():
         async with served() as client:
-            asked = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stop": ["????", stop],
+            options = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stop": ["????", stop],
                      "include_stop_str_in_output": include}  # fmt: skip
-            found = await client.complete(**asked, stream=stream, logprobs=0)
-            assert found.text() == text[:cut]
-            last = found.events[-1] if stream else found.document
+            result = await client.complete(**options, stream=stream, logprobs=0)
+            assert result.text() == text[:cut]
+            last = result.events[-1] if stream else result.document
             assert last["choices"][0]["finish_reason"] == "stop"
             if not stream:
-                assert found.document["usage"]["completion_tokens"] == text.index(stop) + len(stop)
-                assert "".join(found.document["choices"][0]["logprobs"]["tokens"]) == text[:cut]
+                assert result.document["usage"]["completion_tokens"] == text.index(stop) + len(stop)
+                assert "".join(result.document["choices"][0]["logprobs"]["tokens"]) == text[:cut]
 
     run(work())
 
@@ -114,27 +114,27 @@ def test_log_probabilities_are_those_of_the_model(options):
     async def work():
         async with served(Graded(), **options) as client:
             prompts = ["Hello1", "abcdefg" * 9]
-            found = (
+            result = (
                 await client.complete(prompt=prompts, max_tokens=5, logprobs=3, echo=True)
             ).document
-            for prompt, choice in zip(prompts, found["choices"], strict=True):
+            for prompt, choice in zip(prompts, result["choices"], strict=True):
                 told, text = choice["logprobs"], choice["text"]
                 whole = ids(text.removesuffix("<end>"))
                 assert text.startswith(prompt)
                 assert told["tokens"][: len(text)] == list(text)
                 assert told["text_offset"][: len(text)] == list(range(len(text)))
                 assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
-                for place in range(1, len(whole)):
-                    wanted = graded(whole[:place])
-                    assert told["token_logprobs"][place] == pytest.approx(
-                        float(wanted[whole[place]]), abs=1e-4
+                for index in range(1, len(whole)):
+                    expected = graded(whole[:index])
+                    assert told["token_logprobs"][index] == pytest.approx(
+                        float(expected[whole[index]]), abs=1e-4
                     )
                     best = {
-                        LETTERS[i] if i < END else "<end>": float(wanted[i])
-                        for i in wanted.topk(3).indices
+                        LETTERS[i] if i < END else "<end>": float(expected[i])
+                        for i in expected.topk(3).indices
                     }
-                    best[LETTERS[whole[place]]] = float(wanted[whole[place]])
-                    assert told["top_logprobs"][place] == pytest.approx(best, abs=1e-4)
+                    best[LETTERS[whole[index]]] = float(expected[whole[index]])
+                    assert told["top_logprobs"][index] == pytest.approx(best, abs=1e-4)
             # An answer of no token: the prompt's own figures.
             none = (
                 await client.complete(prompt=prompts, max_tokens=0, logprobs=0, echo=True)
@@ -149,13 +149,13 @@ def test_log_probabilities_are_those_of_the_model(options):
 def test_a_seed_gives_the_same_answer_and_none_another():
     async def work():
         async with served(Graded()) as client:
-            asked = {"prompt": "abc", "max_tokens": 40, "temperature": 2.0, "n": 2}
+            options = {"prompt": "abc", "max_tokens": 40, "temperature": 2.0, "n": 2}
             first, again = [
-                (await client.complete(**asked, seed=5)).document["choices"] for _ in range(2)
+                (await client.complete(**options, seed=5)).document["choices"] for _ in range(2)
             ]
             assert first == again
             assert first[0]["text"] != first[1]["text"]
-            free = {(await client.complete(**asked)).text() for _ in range(3)}
+            free = {(await client.complete(**options)).text() for _ in range(3)}
             assert len(free) == 3
 
     run(work())
@@ -170,27 +170,27 @@ def test_a_chat_is_shown_through_the_template(stream):
                         {"role": "assistant", "content": "yes", "tool_calls": None}]  # fmt: skip
             body = {"model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 9, "stream": stream,
                     "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}  # fmt: skip
-            found = await client.post("/v1/chat/completions", body)
-            assert found.status == 200, found.body
-            wanted = letters(plain("sbeuhelloayesA", 9))
+            result = await client.post("/v1/chat/completions", body)
+            assert result.status == 200, result.body
+            expected = letters(plain("sbeuhelloayesA", 9))
             if not stream:
-                (choice,) = found.document["choices"]
-                assert found.document["object"] == "chat.completion"
+                (choice,) = result.document["choices"]
+                assert result.document["object"] == "chat.completion"
                 assert choice["message"] == {
                     "role": "assistant",
-                    "content": wanted,
+                    "content": expected,
                     "refusal": None,
                 }
                 content = choice["logprobs"]["content"]
             else:
-                deltas = [event["choices"][0]["delta"] for event in found.events[:-1]]
+                deltas = [event["choices"][0]["delta"] for event in result.events[:-1]]
                 assert deltas[0] == {"role": "assistant", "content": ""}
-                assert "".join(delta.get("content", "") for delta in deltas) == wanted
-                told = [event["choices"][0]["logprobs"] for event in found.events[1:-1]]
-                content = [one for part in told if part for one in part["content"]]
-                assert found.events[-1]["usage"]["prompt_tokens"] == len("sbeuhelloayesA")
-            assert [one["token"] for one in content][: len(wanted)] == list(wanted)
-            assert content[0]["bytes"] == [ord(wanted[0])]
+                assert "".join(delta.get("content", "") for delta in deltas) == expected
+                told = [event["choices"][0]["logprobs"] for event in result.events[1:-1]]
+                content = [item for part in told if part for item in part["content"]]
+                assert result.events[-1]["usage"]["prompt_tokens"] == len("sbeuhelloayesA")
+            assert [item["token"] for item in content][: len(expected)] == list(expected)
+            assert content[0]["bytes"] == [ord(expected[0])]
             assert len(content[0]["top_logprobs"]) == 2
 
     run(work())
@@ -205,9 +205,9 @@ def test_documents_and_variables_reach_the_template():
         async with served(template=shown) as client:
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             more = {"documents": [{"text": "ab"}], "chat_template_kwargs": {"mark": "c"}}
-            for given, prompt in ((body, "hi"), ({**body, **more}, "abchi")):
-                found = await client.post("/v1/chat/completions", given)
-                assert found.document["usage"]["prompt_tokens"] == len(prompt)
+            for options, prompt in ((body, "hi"), ({**body, **more}, "abchi")):
+                result = await client.post("/v1/chat/completions", options)
+                assert result.document["usage"]["prompt_tokens"] == len(prompt)
 
     run(work())
 
@@ -216,13 +216,13 @@ def test_a_model_without_template_says_so():
     async def work():
         async with served() as client:
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
-            found = await client.post("/v1/chat/completions", body)
-            assert found.status == 400
-            assert found.document["error"]["code"] == "no_chat_template"
+            result = await client.post("/v1/chat/completions", body)
+            assert result.status == 400
+            assert result.document["error"]["code"] == "no_chat_template"
         async with served(
             template="{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}"
         ) as client:
-            found = await client.post("/v1/chat/completions", body)
-            assert (found.status, found.document["error"]["code"]) == (400, "chat_template")
+            result = await client.post("/v1/chat/completions", body)
+            assert (result.status, result.document["error"]["code"]) == (400, "chat_template")
 
     run(work())

@@ -32,7 +32,7 @@ def body(prompt, **more):
 @pytest.mark.thorough
 def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
     draw = random.Random(3)
-    asked = []
+    requested = []
     for number in range(1000):
         prompt = "".join(draw.choice(LETTERS) for _ in range(draw.randint(1, 60)))
         lost = (
@@ -40,8 +40,10 @@ def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
             if draw.random() > 0.05
             else draw.choice([{"gone": 0.0}, {"gone": 0.01}, {"gone_after": 2}])
         )
-        asked.append((prompt, draw.randint(1, 24), number % 2 == 0 or "gone_after" in lost, lost))
-    assert 20 < sum(bool(lost) for *_, lost in asked) < 90
+        requested.append(
+            (prompt, draw.randint(1, 24), number % 2 == 0 or "gone_after" in lost, lost)
+        )
+    assert 20 < sum(bool(lost) for *_, lost in requested) < 90
 
     async def work():
         async with served(rows=12, pages=24, waiting=1000, token_budget=96) as client:
@@ -53,14 +55,14 @@ def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
                         PATH, body(prompt, max_tokens=count, stream=stream), **lost
                     )
 
-            found = await asyncio.gather(*(one(*each) for each in asked))
-            for (prompt, count, _, lost), answer in zip(asked, found, strict=True):
-                wanted = letters(plain(prompt, count))
+            result = await asyncio.gather(*(one(*each) for each in requested))
+            for (prompt, count, _, lost), answer in zip(requested, result, strict=True):
+                expected = letters(plain(prompt, count))
                 if lost:
                     assert answer.status in {0, 200}
-                    assert not answer.body or wanted.startswith(answer.text()[: len(wanted)])
+                    assert not answer.body or expected.startswith(answer.text()[: len(expected)])
                 else:
-                    assert answer.text() == wanted
+                    assert answer.text() == expected
             counters = await client.model.engine.counters()
             assert counters.finished["cancelled"] > 0
             await scraped(client)
@@ -70,10 +72,10 @@ def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
 
 async def scraped(client):
     """Return the samples of the metrics, each of a family that is described."""
-    found = await client.get("/metrics")
-    assert found.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    result = await client.get("/metrics")
+    assert result.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     samples, described = {}, {}
-    for line in found.body.decode().splitlines():
+    for line in result.body.decode().splitlines():
         if line.startswith("# TYPE "):
             _, _, name, kind = line.split()
             described[name] = kind
@@ -93,16 +95,16 @@ def test_metrics_count_what_happened():
                 await client.post(PATH, body("abc", max_tokens=4))
             await client.post(PATH, body("abc", max_tokens=-4))
             await client.get("/nothing")
-            found = await scraped(client)
-            assert found['quantforge_requests_total{path="/v1/completions",status="200"}'] == 3
-            assert found['quantforge_requests_total{path="/v1/completions",status="400"}'] == 1
-            assert found['quantforge_requests_total{path="other",status="404"}'] == 1
-            assert found["quantforge_prompt_tokens_total"] == 9
-            assert found["quantforge_generated_tokens_total"] == 12
-            assert found["quantforge_cache_pages_free"] == found["quantforge_cache_pages"] > 0
+            result = await scraped(client)
+            assert result['quantforge_requests_total{path="/v1/completions",status="200"}'] == 3
+            assert result['quantforge_requests_total{path="/v1/completions",status="400"}'] == 1
+            assert result['quantforge_requests_total{path="other",status="404"}'] == 1
+            assert result["quantforge_prompt_tokens_total"] == 9
+            assert result["quantforge_generated_tokens_total"] == 12
+            assert result["quantforge_cache_pages_free"] == result["quantforge_cache_pages"] > 0
             assert (
-                found['quantforge_request_seconds_bucket{le="+Inf"}']
-                == found["quantforge_request_seconds_count"]
+                result['quantforge_request_seconds_bucket{le="+Inf"}']
+                == result["quantforge_request_seconds_count"]
                 == 3
             )
 
@@ -138,7 +140,7 @@ def test_too_many_requests_are_told_to_come_again():
             late = await client.post(PATH, body("abc", max_tokens=9))
             assert (late.status, late.document["error"]["type"]) == (429, "rate_limit_error")
             assert int(late.headers["retry-after"]) >= 1
-            assert [one.status for one in await asyncio.gather(*many)] == [200] * 3
+            assert [reply.status for reply in await asyncio.gather(*many)] == [200] * 3
             # All of a request or none; one that never fits need not come again.
             wide = await client.post(PATH, body(["a", "b", "c", "d"], max_tokens=2))
             assert (wide.status, wide.document["error"]["code"]) == (400, "too_many_answers")
@@ -151,15 +153,15 @@ def test_too_many_requests_are_told_to_come_again():
 def test_time_runs_out(stream):
     async def work():
         async with served(Slow(), seconds=0.2) as client:
-            found = await client.post(
+            result = await client.post(
                 PATH, body("abc", max_tokens=200, ignore_eos=True, stream=stream)
             )
             if stream:
-                assert found.events[-1]["error"]["code"] == "timeout"
-                assert b"[DONE]" not in found.body
-                assert len(found.events) > 1
+                assert result.events[-1]["error"]["code"] == "timeout"
+                assert b"[DONE]" not in result.body
+                assert len(result.events) > 1
             else:
-                assert (found.status, found.document["error"]["code"]) == (504, "timeout")
+                assert (result.status, result.document["error"]["code"]) == (504, "timeout")
 
     asyncio.run(work())
 
@@ -175,8 +177,8 @@ def test_a_server_that_stops_ends_answers_with_an_error(stream, more):
             going = asyncio.ensure_future(client.post(PATH, asked))
             await asyncio.sleep(0.1)
             client.model.engine.cancel_all()
-            found = await going
-            error = found.events[-1]["error"] if stream else found.document["error"]
+            result = await going
+            error = result.events[-1]["error"] if stream else result.document["error"]
             assert error["code"] == "stopping"
 
     asyncio.run(work())
@@ -200,9 +202,9 @@ class Failing(FakeDecoder):
 def test_a_step_that_fails_ends_its_requests_alone(kind, caplog):
     async def work():
         async with served(Failing(kind)) as client:
-            found = await client.post(PATH, body(["abc", "de"], max_tokens=4))
-            assert (found.status, found.document["error"]["type"]) == (500, "server_error")
-            assert "out of luck" not in found.body.decode()
+            result = await client.post(PATH, body(["abc", "de"], max_tokens=4))
+            assert (result.status, result.document["error"]["type"]) == (500, "server_error")
+            assert "out of luck" not in result.body.decode()
             assert (await client.post(PATH, body("abc", max_tokens=4))).text() == letters(
                 plain("abc", 4)
             )
@@ -221,7 +223,7 @@ def test_a_decoder_that_gives_no_text_is_told(monkeypatch):
     async def work():
         async with served() as client:
             monkeypatch.setattr(TextStream, "add", fail)
-            found = await client.post(PATH, body("abc", max_tokens=40))
-            assert (found.status, found.document["error"]["code"]) == (500, "engine_error")
+            result = await client.post(PATH, body("abc", max_tokens=40))
+            assert (result.status, result.document["error"]["code"]) == (500, "engine_error")
 
     asyncio.run(work())

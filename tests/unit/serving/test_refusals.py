@@ -95,10 +95,10 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check_error(found, status):
-    assert found.status == status, found.body
-    assert found.headers["content-type"] == "application/json"
-    error = found.document["error"]
+def check_error(result, status):
+    assert result.status == status, result.body
+    assert result.headers["content-type"] == "application/json"
+    error = result.document["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert 10 < len(error["message"]) < 500
     for word in ("pydantic", "Traceback", "starlette", "Input should"):
@@ -151,13 +151,13 @@ def test_tokens_past_the_embedding_are_refused_by_name():
 def test_nothing_that_changes_an_answer_is_passed_over():
     async def work():
         async with served(template=TEMPLATE) as client:
-            wanted = (await client.complete(prompt="abc")).text()
+            expected = (await client.complete(prompt="abc")).text()
             for name, neutral in {**CommonBody.neutral, "audio": [], "guided_json": ""}.items():
                 check_error(await client.complete(prompt="abc", **{name: {"some": 1}}), 400)
                 for value in (None, neutral):
-                    assert (await client.complete(prompt="abc", **{name: value})).text() == wanted
+                    assert (await client.complete(prompt="abc", **{name: value})).text() == expected
             for name in CommonBody.ignored:
-                assert (await client.complete(prompt="abc", **{name: "x"})).text() == wanted
+                assert (await client.complete(prompt="abc", **{name: "x"})).text() == expected
 
     asyncio.run(work())
 
@@ -221,19 +221,19 @@ def test_any_body_gets_an_answer_or_an_error_document(asked):
     async def work():
         async with served() as client:
             for path, body in asked:
-                found = await client.post(
+                result = await client.post(
                     path, body if isinstance(body, bytes) else json.dumps(body).encode()
                 )
-                if found.status != 200:
-                    assert found.status in {400, 404}, (body, found.body)
-                    check_error(found, found.status)
-                elif found.headers["content-type"] == "application/json":
-                    assert {choice["finish_reason"] for choice in found.document["choices"]} <= {
+                if result.status != 200:
+                    assert result.status in {400, 404}, (body, result.body)
+                    check_error(result, result.status)
+                elif result.headers["content-type"] == "application/json":
+                    assert {choice["finish_reason"] for choice in result.document["choices"]} <= {
                         "stop",
                         "length",
                     }
                 else:
-                    assert found.body.endswith(b"data: [DONE]\n\n")
-                    assert not any("error" in event for event in found.events)
+                    assert result.body.endswith(b"data: [DONE]\n\n")
+                    assert not any("error" in event for event in result.events)
 
     asyncio.run(work())

@@ -48,9 +48,9 @@ def test_the_scale_search_finds_the_same(text: str, monkeypatch: pytest.MonkeyPa
     same = torch.isclose(compiled["scales"].float(), plain["scales"].float(), rtol=1e-5, atol=0)
     assert same.float().mean() > 0.97  # the rest are near ties
     errors = [
-        (weight - integer.decode(integer.encode(weight, found, scheme), found, scheme)).square()
+        (weight - integer.decode(integer.encode(weight, result, scheme), result, scheme)).square()
         @ importance
-        for found in (plain, compiled)
+        for result in (plain, compiled)
     ]
     torch.testing.assert_close(errors[1], errors[0], rtol=2e-3, atol=1e-12)
 
@@ -90,7 +90,7 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
     weight, inputs = _matrix(150, 128), _matrix(400, 128, seed=2) * torch.linspace(0.2, 3, 128)
     statistics = Statistics(hessian=inputs.T @ inputs / 400)
     monkeypatch.setattr(gptq, "ROWS_PER_PART", 40)
-    found, before = [], torch.get_num_threads()
+    results, before = [], torch.get_num_threads()
     together, solve = threading.Barrier(2, timeout=240), gptq._round_rows
 
     def solved(*args: Any) -> Any:
@@ -108,10 +108,10 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
                     {"w": weight}, statistics, {"w": parse("int3:g32:asym")}, Rounding()
                 )
             assert torch.get_num_threads() == threads
-            found.append(rounded["w"].tensor)
+            results.append(rounded["w"].tensor)
     finally:
         torch.set_num_threads(before)
-    for tensor in found[1:]:
-        assert torch.equal(tensor.codes, found[0].codes)
+    for tensor in results[1:]:
+        assert torch.equal(tensor.codes, results[0].codes)
         for key, value in tensor.parameters.items():
-            assert torch.equal(value, found[0].parameters[key])
+            assert torch.equal(value, results[0].parameters[key])

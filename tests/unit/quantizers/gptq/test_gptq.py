@@ -50,9 +50,9 @@ class _Watched:
         return self
 
     def double(self) -> Tensor:
-        found = self.hessian.double()
-        self.made.append(ref(found))
-        return found
+        result = self.hessian.double()
+        self.made.append(ref(result))
+        return result
 
 
 def test_a_damping_that_failed_leaves_no_matrix_beside_the_next() -> None:
@@ -101,19 +101,19 @@ def _textbook(weight: Tensor, hessian: Tensor, scheme: Scheme, search: bool) -> 
     size = scheme.group_size(weight.shape[1])
     low, high = integer.code_range(scheme)
     codes = torch.empty_like(work)
-    for place, column in enumerate(order.tolist()):
+    for index, column in enumerate(order.tolist()):
         group = column // size
         where = min(group, parameters["scales"].shape[1] - 1)
         scale = parameters["scales"][:, where].double()
         zero = parameters["zeros"][:, where].double() if "zeros" in parameters else 0
         codes[:, column] = (work[:, column] / scale + zero).round().clamp(low, high)
-        error = (work[:, column] - (codes[:, column] - zero) * scale) / upper[place, place]
-        work[:, order[place:]] -= error[:, None] * upper[place, place:]
+        error = (work[:, column] - (codes[:, column] - zero) * scale) / upper[index, index]
+        work[:, order[index:]] -= error[:, None] * upper[index, index:]
     plain = integer.encode(weight, parameters, scheme)
     rounded = [integer.decode(each, parameters, scheme) for each in (codes, plain)]
     errors = [(((weight - each).double() @ hessian) * (weight - each)).sum(1) for each in rounded]
     codes = torch.where((errors[1] < errors[0])[:, None], plain, codes)
-    found = integer.decode(codes, parameters, scheme)
+    result = integer.decode(codes, parameters, scheme)
     importance = diagonal.clamp(min=0.01 * diagonal.mean()) if search else None
     parameters = integer.fit(weight, scheme, importance, search=search)
     alone = integer.encode(weight, parameters, scheme)
@@ -121,12 +121,12 @@ def _textbook(weight: Tensor, hessian: Tensor, scheme: Scheme, search: bool) -> 
     for goal in (plain_hessian, hessian):
         errors = [
             (((weight - each).double() @ goal) * (weight - each)).sum(1)
-            for each in (found, decoded)
+            for each in (result, decoded)
         ]
         if size == weight.shape[1] and scheme.rows_share_parameters:
             errors = [each.sum().expand(len(weight)) for each in errors]
         better = (errors[1] < errors[0])[:, None]
-        codes, found = torch.where(better, alone, codes), torch.where(better, decoded, found)
+        codes, result = torch.where(better, alone, codes), torch.where(better, decoded, result)
     return codes
 
 
@@ -373,8 +373,8 @@ def test_the_factor_is_a_root_of_the_damped_hessian_in_processing_order() -> Non
     assert torch.allclose(root @ root.T, _damped(hessian)[order][:, order], rtol=1e-5, atol=1e-4)
     shrunk = factorize(hessian, 0.01, order, 0.05)
     assert shrunk is not None
-    root, wanted = shrunk.root.double(), _damped(hessian, shrinkage=0.05)[order][:, order]
-    assert torch.allclose(root @ root.T, wanted, rtol=1e-5, atol=1e-4)
+    root, expected = shrunk.root.double(), _damped(hessian, shrinkage=0.05)[order][:, order]
+    assert torch.allclose(root @ root.T, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_given_options_are_used_and_not_changed() -> None:
@@ -413,8 +413,8 @@ def test_matrices_that_read_one_input_shrink_it_alike_and_most() -> None:
 
     def codes(shrinkage: float | None) -> Tensor:
         rounding = Rounding(gptq=GptqOptions(shrinkage=shrinkage))
-        found = gptq.round_matrices(matrices, Statistics(hessian=hessian), schemes, rounding)
-        return found["four"].tensor.codes
+        result = gptq.round_matrices(matrices, Statistics(hessian=hessian), schemes, rounding)
+        return result["four"].tensor.codes
 
     assert torch.equal(codes(None), codes(0.05))
     assert not torch.equal(codes(None), codes(0.0))

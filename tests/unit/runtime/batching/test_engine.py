@@ -108,8 +108,8 @@ def test_requests_stop():
     stop = alone(request)[10]
     engine = ServingEngine(FakeDecoder())
     engine.submit(GenerationRequest("a", prompt(9), 50, frozenset({stop})))
-    wanted = tuple(alone(request)[: alone(request).index(stop) + 1])
-    assert run(engine)[0]["a"] == Finished("a", FinishReason.STOP, wanted)
+    expected = tuple(alone(request)[: alone(request).index(stop) + 1])
+    assert run(engine)[0]["a"] == Finished("a", FinishReason.STOP, expected)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 8])
@@ -163,9 +163,9 @@ def test_prompts_are_scored_once(options):
     for number, request in enumerate(asked):
         scores = told[request.id]
         assert [score.token for score in scores] == list(request.ids[1:])
-        for place, score in enumerate(scores, 1):
+        for index, score in enumerate(scores, 1):
             logits = torch.zeros(VOCABULARY)
-            logits[following(request.ids[:place])] = 1
+            logits[following(request.ids[:index])] = 1
             assert score.logprob == pytest.approx(float(logits.log_softmax(-1)[score.token]))
             assert len(score.top) == number
 
@@ -183,15 +183,15 @@ def test_sampling_does_not_depend_on_neighbours():
         GenerationRequest(str(n), prompt(20 + n, n), 60, sampling=rule)
         for n, rule in enumerate(rules)
     ]
-    found = []
+    results = []
     for options in ({"rows": 1}, {"rows": 5}, {"rows": 5, "pages": 7}):
         engine = ServingEngine(Flat(), EngineOptions(**options))
         for request in requests:
             engine.submit(request)
-        found.append(run(engine)[1])
+        results.append(run(engine)[1])
     assert engine.counters.preemptions > 0
-    assert found[0] == found[1] == found[2]
-    assert len({tuple(tokens) for tokens in found[0].values()}) == len(rules)
+    assert results[0] == results[1] == results[2]
+    assert len({tuple(tokens) for tokens in results[0].values()}) == len(rules)
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone():

@@ -31,8 +31,8 @@ LENGTHS = [(40, 45), (25, 30), (100, 5), (1, 30), (64, 12), (33, 3), (70, 14)]
 @cache
 def loaded():
     """Return the first half of the demo, which answers in half of the time."""
-    with tempfile.TemporaryDirectory() as place:
-        return load(first_blocks(copied(DEMO, Path(place) / "half"), 2), dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as directory:
+        return load(first_blocks(copied(DEMO, Path(directory) / "half"), 2), dtype=torch.float32)
 
 
 @cache
@@ -54,12 +54,12 @@ def requests():
 @cache
 def wanted(kind):
     """Return the tokens of every request alone, up to the first that is nearly a tie."""
-    found = [
+    results = [
         plain_text(decoder(), request.ids, StopLimits(request.new_tokens, cache=kind))
         for request in requests()
     ]
-    assert sum(map(len, found)) > 0.75 * sum(new for _, new in LENGTHS)
-    return found
+    assert sum(map(len, results)) > 0.75 * sum(new for _, new in LENGTHS)
+    return results
 
 
 def answers(engine, kind):
@@ -68,7 +68,9 @@ def answers(engine, kind):
         engine.submit(request)
     finished = {}
     while not engine.idle:
-        finished |= {one.id: one.tokens for one in engine.step() if isinstance(one, Finished)}
+        finished |= {
+            event.id: event.tokens for event in engine.step() if isinstance(event, Finished)
+        }
     for request, tokens in zip(requests(), wanted(kind), strict=True):
         assert len(finished[request.id]) == request.new_tokens
         assert list(finished[request.id][: len(tokens)]) == tokens
@@ -86,8 +88,15 @@ CASES = [
 @pytest.mark.tokens
 @pytest.mark.parametrize(("kind", "options"), usual(CASES, *CASES[::3]), ids=str)
 def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
-    given = {"rows": 4, "tokens": 200, "token_budget": 48, "chunk": 30, "cache": kind, **options}
-    engine = ServingEngine(decoder(), EngineOptions(**given))
+    arguments = {
+        "rows": 4,
+        "tokens": 200,
+        "token_budget": 48,
+        "chunk": 30,
+        "cache": kind,
+        **options,
+    }
+    engine = ServingEngine(decoder(), EngineOptions(**arguments))
     assert answers(engine, kind)
     assert engine.counters.pages_free == engine.counters.pages
     assert (engine.counters.preemptions > 0) == ("pages" in options)
@@ -114,8 +123,15 @@ DRAFTED = [
 )
 def test_drafts_change_no_completion(kind, draft, tree, options):
     speculative = drafted(draft, tree)
-    given = {"rows": 4, "tokens": 200, "token_budget": 96, "chunk": 30, "cache": kind, **options}
-    engine = ServingEngine(speculative.decoder, EngineOptions(**given), speculative)
+    arguments = {
+        "rows": 4,
+        "tokens": 200,
+        "token_budget": 96,
+        "chunk": 30,
+        "cache": kind,
+        **options,
+    }
+    engine = ServingEngine(speculative.decoder, EngineOptions(**arguments), speculative)
     assert answers(engine, kind)
     counts = engine.counters.speculation
     assert engine.counters.pages_free == engine.counters.pages
@@ -127,9 +143,9 @@ def test_drafts_change_no_completion(kind, draft, tree, options):
 @pytest.mark.thorough
 def test_drawn_completions_with_drafts_are_those_of_each_request_alone():
     speculative = drafted("int3", "", 3)
-    found = []
-    for given in (None, speculative):
-        engine = ServingEngine(speculative.decoder, EngineOptions(rows=4, tokens=200), given)
+    results = []
+    for arguments in (None, speculative):
+        engine = ServingEngine(speculative.decoder, EngineOptions(rows=4, tokens=200), arguments)
         for number, request in enumerate(requests()):
             drawn = Sampling(temperature=0.9, top_p=0.9, seed=number, logprobs=1)
             engine.submit(replace(request, sampling=drawn))
@@ -138,8 +154,8 @@ def test_drawn_completions_with_drafts_are_those_of_each_request_alone():
             for one in engine.step():
                 if isinstance(one, NewToken):
                     told.setdefault(one.id, []).append(one.token)
-        found.append(told)
-    assert found[0] == found[1]
+        results.append(told)
+    assert results[0] == results[1]
     assert engine.counters.speculation.accepted > 10
 
 
@@ -163,6 +179,6 @@ def test_a_path_is_kept_in_rings(tiny, family):
     engine.submit(GenerationRequest("a", tuple(ids), 80))
     finished = []
     while not engine.idle:
-        finished += [one for one in engine.step() if isinstance(one, Finished)]
+        finished += [event for event in engine.step() if isinstance(event, Finished)]
     assert list(finished[0].tokens) == plain
     assert engine.counters.speculation.accepted > 30

@@ -85,11 +85,11 @@ def test_any_schedule(options, arrivals, cancelled, shape):
     assert engine.idle, "a request starves"
     assert set(finished) == {request.id for _, request in requests}
     for _, request in requests:
-        one, wanted = finished[request.id], tuple(alone(request))
+        one, expected = finished[request.id], tuple(alone(request))
         if request.id in away:
             assert one.reason == FinishReason.CANCELLED
-            assert one.tokens == wanted[: len(one.tokens)]
+            assert one.tokens == expected[: len(one.tokens)]
         else:
-            assert one.tokens == wanted
+            assert one.tokens == expected
     counters = engine.counters
     assert counters.pages_free == counters.pages

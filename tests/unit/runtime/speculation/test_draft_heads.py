@@ -136,8 +136,8 @@ def run(decoder, ids, drafter, most, sampling=None, tokens=12):
 def states(model, history):
     """Return the last hidden states of transformers, and those that go into each block."""
     with torch.inference_mode():
-        found = model(torch.tensor([history]), output_hidden_states=True).hidden_states
-    return found[-1][0], [part[0] for part in found]
+        result = model(torch.tensor([history]), output_hidden_states=True).hidden_states
+    return result[-1][0], [part[0] for part in result]
 
 
 @pytest.mark.tokens
@@ -172,8 +172,8 @@ def test_names_of_other_tools_are_known(model, medusa, tmp_path):
         ] = value
     config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": 2}
     embedding = model.get_input_embeddings().weight
-    found = read_medusa(open_draft_heads(write(tmp_path / "m", config, other)), embedding)
-    for one, two in zip(found, read_medusa(open_draft_heads(medusa), embedding), strict=True):
+    result = read_medusa(open_draft_heads(write(tmp_path / "m", config, other)), embedding)
+    for one, two in zip(result, read_medusa(open_draft_heads(medusa), embedding), strict=True):
         x = noise(2, embedding.shape[1])
         assert torch.equal(one.logits(x), two.logits(x))
 
@@ -271,12 +271,14 @@ def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, e
 def test_verb_recognises_heads(request, kind):
     path = request.getfixturevalue(kind)
     for options in ({}, {"temperature": 0.8, "seed": 3}):
-        given = {"raw": True, "max_tokens": 20, **options}
-        plain = quantforge.generate(DEMO, "import os, json", **given)
+        arguments = {"raw": True, "max_tokens": 20, **options}
+        plain = quantforge.generate(DEMO, "import os, json", **arguments)
         for more in ({}, {"draft_tree": "3x2"}):
-            found = quantforge.generate(DEMO, "import os, json", draft=str(path), **more, **given)
-            assert found.tokens == plain.tokens
-            assert found.speculation["guessed"] > 0
+            result = quantforge.generate(
+                DEMO, "import os, json", draft=str(path), **more, **arguments
+            )
+            assert result.tokens == plain.tokens
+            assert result.speculation["guessed"] > 0
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
@@ -310,9 +312,9 @@ def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
     name = "0.2.weight"
     (file,) = medusa.glob("*.safetensors")
     large = torch.full_like(load_file(file)[name], 3e38)
-    found = changed(medusa, tmp_path / "h", tensors={name: large})
+    result = changed(medusa, tmp_path / "h", tensors={name: large})
     with pytest.raises(InputError, match=r"^the draft: ") as raised:
-        quantforge.generate(DEMO, "import", raw=True, max_tokens=8, draft=str(found))
+        quantforge.generate(DEMO, "import", raw=True, max_tokens=8, draft=str(result))
     assert "--draft" in raised.value.hint
 
 
@@ -345,9 +347,9 @@ def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
     ],
 )  # fmt: skip
 def test_heads_of_another_model_are_refused(request, tmp_path, model, decoder, kind, change, says):
-    found = changed(request.getfixturevalue(kind), tmp_path / "h", **change)
+    result = changed(request.getfixturevalue(kind), tmp_path / "h", **change)
     with pytest.raises(InputError, match=says):
-        quantforge.generate(DEMO, "import", raw=True, max_tokens=2, draft=str(found))
+        quantforge.generate(DEMO, "import", raw=True, max_tokens=2, draft=str(result))
 
 
 def test_pickles_and_other_heads_are_refused(tmp_path, medusa):

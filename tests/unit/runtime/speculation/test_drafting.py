@@ -35,7 +35,7 @@ def test_text_is_the_same_with_any_draft(loaded, draft, temperature) -> None:
     assert drafted.tokens == plain.tokens
     assert drafted.text == plain.text
     pairs = zip(drafted.choices[0].logprobs, plain.choices[0].logprobs, strict=True)
-    assert all(abs(one.chosen.logprob - two.chosen.logprob) < 1e-3 for one, two in pairs)
+    assert all(abs(item.chosen.logprob - two.chosen.logprob) < 1e-3 for item, two in pairs)
     assert plain.speculation is None
     assert drafted.speculation["passes"] <= drafted.steps
 

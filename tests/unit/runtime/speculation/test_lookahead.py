@@ -39,8 +39,8 @@ def ids():
 def test_text_is_that_of_the_plain_loop(model, ids, sampling):
     decoder, limits = Decoder(model), StopLimits(60)
     (plain,) = generate(decoder, [ids], limits, sampling)
-    found, counts = speculated(decoder, ids, LookaheadDrafter(), 3, limits, sampling)
-    assert found == plain
+    result, counts = speculated(decoder, ids, LookaheadDrafter(), 3, limits, sampling)
+    assert result == plain
     if sampling.greedy:  # the text repeats, and the model has written its n-grams before
         assert counts.tokens_per_pass > 1.3
         assert counts.passes < 45
@@ -59,20 +59,23 @@ class Followed(LookaheadDrafter):
 
     def observe(self, computed):
         columns = list(self._columns)
-        before, ages = [one.tokens for one in columns], [one.predicted for one in columns]
+        before, ages = (
+            [column.tokens for column in columns],
+            [column.predicted for column in columns],
+        )
         pool = {key: list(runs) for key, runs in self._pool.items()}
         super().observe(computed)
         if not computed.tree.probes:
             return
         gone = len(computed.next_tokens) - 1
-        for place, column in enumerate(before):
-            text = self.history + [one[0] for one in before[:place]] + column
+        for index, column in enumerate(before):
+            text = self.history + [item[0] for item in before[:index]] + column
             with torch.inference_mode():
                 best = int(self.model(torch.tensor([text])).logits[0, -1].argmax())
-            assert best == int(computed.logits[columns[place].node + 1].argmax())
-            if place >= gone:
-                assert self._columns[place - gone].tokens == [*column[1:], best]
-            if ages[place] >= 2:
+            assert best == int(computed.logits[columns[index].node + 1].argmax())
+            if index >= gone:
+                assert self._columns[index - gone].tokens == [*column[1:], best]
+            if ages[index] >= 2:
                 assert (column[1], best) in self._pool[column[0]]
                 self.checked += 1
             elif (column[1], best) in self._pool.get(column[0], ()):
@@ -104,8 +107,8 @@ def test_kept_runs_are_drafted_after_their_first_token():
 def test_verb_takes_it_and_refuses_what_has_no_effect() -> None:
     options = {"raw": True, "max_tokens": 30}
     plain = quantforge.generate(DEMO, "import os, json, json", **options)
-    found = quantforge.generate(DEMO, "import os, json, json", draft="lookahead", **options)
-    assert found.tokens == plain.tokens
+    result = quantforge.generate(DEMO, "import os, json, json", draft="lookahead", **options)
+    assert result.tokens == plain.tokens
     for more in ({"tokens": 3}, {"tree": "2x2"}):
         with pytest.raises(UsageError, match="of its own"):
             DraftOptions("lookahead", **more)

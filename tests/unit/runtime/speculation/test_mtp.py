@@ -105,8 +105,8 @@ def test_drafts_are_those_of_the_block(source, block, shape):
     drafter = HiddenStateDrafter(network, 60, shape)
     for history, tree in run(Decoder(load(source).model), ids, drafter, len(shape), tokens=8):
         with torch.inference_mode():
-            found = loaded.model(torch.tensor([history[:-1]]), output_hidden_states=True)
-        text = found.hidden_states[-1][0]
+            result = loaded.model(torch.tensor([history[:-1]]), output_hidden_states=True)
+        text = result.hidden_states[-1][0]
         ends = [(-1, history[1:], text)]
         for count in shape[: tree.depth]:
             following = []
@@ -131,9 +131,9 @@ def test_verb_takes_it_of_the_source_and_of_a_result(source, tmp_path):
         options = {"raw": True, "max_tokens": 12}
         plain = quantforge.generate(model, "row by row", **options)
         for more in ({}, {"draft_tree": "2x2"}):
-            found = quantforge.generate(model, "row by row", draft="mtp", **more, **options)
-            assert found.tokens == plain.tokens
-            assert found.speculation["guessed"] > 0
+            result = quantforge.generate(model, "row by row", draft="mtp", **more, **options)
+            assert result.tokens == plain.tokens
+            assert result.speculation["guessed"] > 0
 
 
 def test_models_without_such_a_layer_are_refused(source, tiny, tmp_path):

@@ -33,10 +33,10 @@ def embedding():
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory, embedding):
     """Return a directory of each kind."""
-    place = tmp_path_factory.mktemp("heads")
+    directory = tmp_path_factory.mktemp("heads")
     return {
-        "eagle": write_eagle(place / "eagle", *embedding.shape, width=128, mlp=256),
-        "medusa": write_medusa(place / "medusa", *embedding.shape),
+        "eagle": write_eagle(directory / "eagle", *embedding.shape, width=128, mlp=256),
+        "medusa": write_medusa(directory / "medusa", *embedding.shape),
     }
 
 
@@ -49,24 +49,24 @@ def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme)
     out = tmp_path / "q"
     quantize(heads[kind], out, recipe(scheme=scheme))
     assert set(open_draft_heads(out).layouts) == LINEARS[kind]
-    given = {"raw": True, "max_tokens": 16}
-    plain = quantforge.generate(DEMO, "import os, json", **given)
-    found = quantforge.generate(DEMO, "import os, json", draft=str(out), **given)
-    assert found.tokens == plain.tokens
-    assert found.speculation["guessed"] > 0
+    options = {"raw": True, "max_tokens": 16}
+    plain = quantforge.generate(DEMO, "import os, json", **options)
+    result = quantforge.generate(DEMO, "import os, json", draft=str(out), **options)
+    assert result.tokens == plain.tokens
+    assert result.speculation["guessed"] > 0
 
 
 def test_a_quantized_head_computes_with_what_its_codes_stand_for(heads, embedding, tmp_path):
     out = tmp_path / "q"
     quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", lm_head="int8:row:sym"))
-    found = open_draft_heads(out)
+    result = open_draft_heads(out)
     packed, plain = (
-        Eagle3Layer(found, embedding, 4),
+        Eagle3Layer(result, embedding, 4),
         Eagle3Layer(open_draft_heads(heads["eagle"]), embedding, 4),
     )
     for name, product in packed.linears.items():
         prefix = f"midlayer.{name}" if "proj" in name else name
-        weight = found.read(_shape(heads["eagle"], f"{prefix}.weight"), f"{prefix}.weight")
+        weight = result.read(_shape(heads["eagle"], f"{prefix}.weight"), f"{prefix}.weight")
         x = torch.randn(3, weight.shape[1])
         torch.testing.assert_close(product(x), x @ weight.float().T, rtol=2e-2, atol=2e-2)
         far = (plain.linears[name](x) - product(x)).abs().max()
@@ -80,8 +80,8 @@ def _shape(path, name):
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_whatever_is_no_linear_is_carried(heads, tmp_path, kind):
     source, out = heads[kind], tmp_path / "q"
-    found = quantforge.plan(source, recipe(bits=4))
-    kept = {tensor.name for tensor in found.tensors if tensor.action is Action.KEEP}
+    plan = quantforge.plan(source, recipe(bits=4))
+    kept = {tensor.name for tensor in plan.tensors if tensor.action is Action.KEEP}
     quantize(source, out, recipe(bits=4))
     (file,) = source.glob("*.safetensors")
     before, after = load_file(file), load_file(out / "model.safetensors")
@@ -121,13 +121,13 @@ def test_an_export_restates_heads_or_refuses(heads, tmp_path):
 
 
 def test_engines_are_told_of_heads(heads):
-    wanted = {"scheme": "int4:g64:sym"}
-    found = quantforge.plan(heads["eagle"], recipe(**wanted))
-    loads = {one.engine: one.loads for one in found.engines}
+    expected = {"scheme": "int4:g64:sym"}
+    result = quantforge.plan(heads["eagle"], recipe(**expected))
+    loads = {engine.engine: engine.loads for engine in result.engines}
     assert [engine for engine, there in loads.items() if there] == ["vllm"]
-    mixed = quantforge.plan(heads["eagle"], recipe(**wanted, lm_head="int8:row:sym"))
-    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**wanted))):
-        assert not any(one.loads for one in plan.engines)
+    mixed = quantforge.plan(heads["eagle"], recipe(**expected, lm_head="int8:row:sym"))
+    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**expected))):
+        assert not any(engine.loads for engine in plan.engines)
 
 
 @pytest.mark.parametrize(

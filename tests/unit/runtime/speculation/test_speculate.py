@@ -48,7 +48,7 @@ def speculated(decoder, ids, drafter, most, limits, sampling=None):
     """Return the tokens of a text with always as many drafted ones, and the counts."""
     speculative = SpeculativeDecoder(decoder, lambda _: drafter, most, fixed=True)
     text = SpeculativeCompletion(speculative, ids, limits.new_tokens, sampling, limits.cache)
-    return [one.token for one in text], text.counts
+    return [item.token for item in text], text.counts
 
 
 class Scripted(Drafter):
@@ -59,11 +59,11 @@ class Scripted(Drafter):
 
     def draft(self, history, most, sampler):
         behind = self.truth[len(history) : len(history) + most]
-        found = []
+        results = []
         for token in behind:
             self.asked += 1
-            found.append(token if self.asked % self.wrong else (token + 1) % 100)
-        return chain(found)
+            results.append(token if self.asked % self.wrong else (token + 1) % 100)
+        return chain(results)
 
 
 @pytest.mark.tokens
@@ -76,8 +76,8 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
     plain = plain_text(decoder, ids, limits, sampling)
     assert len(plain) == 24
     for wrong in (1, 3, 1000):
-        found, counts = speculated(decoder, ids, Scripted(ids + plain, wrong), 5, limits, sampling)
-        assert found == plain
+        result, counts = speculated(decoder, ids, Scripted(ids + plain, wrong), 5, limits, sampling)
+        assert result == plain
         assert counts.tokens == len(plain) - 1
         if wrong == 1:
             assert counts.accepted == 0
@@ -94,8 +94,8 @@ def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
     limits = StopLimits(20)
     (plain,) = generate(decoder, [ids], limits, sampling)
     drafter = ModelDrafter(decoder, len(ids) + 20, (1,) * 4)
-    found, counts = speculated(decoder, ids, drafter, 4, limits, sampling)
-    assert found == plain
+    result, counts = speculated(decoder, ids, drafter, 4, limits, sampling)
+    assert result == plain
     assert counts.acceptance == 1
 
 
@@ -125,7 +125,7 @@ def test_copies_are_those_of_a_search(history, most, data):
     drafter, place = NgramDrafter((1,) * most, lengths=(3, 2, 1)), 0
     while place < len(history):
         place = data.draw(st.integers(place + 1, len(history)))
-        seen, wanted = history[:place], []
+        seen, expected = history[:place], []
         for length in (3, 2, 1):
             ends = [
                 e for e in range(length, place) if seen[e - length : e] == seen[place - length :]
@@ -134,9 +134,9 @@ def test_copies_are_those_of_a_search(history, most, data):
                 copied = list(seen)
                 for step in range(most):
                     copied.append(copied[ends[-1] + step])
-                wanted = copied[place:]
+                expected = copied[place:]
                 break
-        assert drafter.draft(seen, most, RowSampler(Sampling())).tokens == wanted
+        assert drafter.draft(seen, most, RowSampler(Sampling())).tokens == expected
 
 
 def test_expected_tokens():
@@ -159,10 +159,10 @@ def test_expected_tokens():
 
 def played(pace, chance, cost, tokens=600, seed=0):
     """Return the seconds per token, and what every pass drafted, on a machine whose passes take ``cost(k)``."""
-    draw, made, seconds, asked = random.Random(seed), 0, 0.0, []
+    draw, made, seconds, requested = random.Random(seed), 0, 0.0, []
     while made < tokens:
         k = pace.next_length()
-        asked.append(k)
+        requested.append(k)
         right = 0
         while right < k and draw.random() < chance:
             right += 1
@@ -170,7 +170,7 @@ def played(pace, chance, cost, tokens=600, seed=0):
         pace.record_acceptance(right, missed=right < k)
         seconds += cost(k)
         made += right + 1
-    return seconds / made, asked
+    return seconds / made, requested
 
 
 def test_pace_turns_itself_off_where_drafts_do_not_pay():

@@ -88,8 +88,8 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
     assert len(plain) == 40
     for probes in (0, 5):
         planted = Planted(ids + plain, probes=probes)
-        found, counts = speculated(decoder, ids, planted, 3, limits, sampling)
-        assert found == plain
+        result, counts = speculated(decoder, ids, planted, 3, limits, sampling)
+        assert result == plain
         assert counts.tokens == len(plain) - 1
         assert 1.5 < counts.tokens_per_pass < 3.5
         assert counts.drafted > 2 * counts.depths
@@ -106,8 +106,8 @@ def test_families(tiny, family):
     (plain,) = generate(decoder, [ids], limits)
     planted = Planted(ids + plain)
     planted.most = 300
-    found, counts = speculated(decoder, ids, planted, 3, limits)
-    assert found == plain
+    result, counts = speculated(decoder, ids, planted, 3, limits)
+    assert result == plain
     assert counts.accepted > 4
 
 
@@ -117,20 +117,22 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
     for parent, token in ((ROOT, 7), (ROOT, 8), (1, 9), (0, 10), (2, 11), (2, 12)):
         tree.add(parent, token)
     path = [1, 2, 5]
-    held, wanted = decoder.cache(1, 100, kind), decoder.cache(1, 100, kind)
-    for one in (held, wanted):
+    paged_cache, expected = decoder.cache(1, 100, kind), decoder.cache(1, 100, kind)
+    for one in (paged_cache, expected):
         one.reserve(0, 100)
     with torch.inference_mode():
-        decoder.hidden_of_spans(torch.tensor(ids[:31]), [Span(0, 31)], held)
+        decoder.hidden_of_spans(torch.tensor(ids[:31]), [Span(0, 31)], paged_cache)
         decoder.hidden_of_spans(
-            torch.tensor(tree.tokens), [Span(0, 6, tree.mask(root=False))], held
+            torch.tensor(tree.tokens), [Span(0, 6, tree.mask(root=False))], paged_cache
         )
-        held.keep_tree_path(0, 31, path)
-        decoder.hidden_of_spans(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], wanted)
-    assert held.length(0) == held.lengths[0] == 34
-    for layer in range(len(held.layers)):
+        paged_cache.keep_tree_path(0, 31, path)
+        decoder.hidden_of_spans(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], expected)
+    assert paged_cache.length(0) == paged_cache.lengths[0] == 34
+    for layer in range(len(paged_cache.layers)):
         for one, two in zip(
-            held.read(layer, held.table), wanted.read(layer, wanted.table), strict=True
+            paged_cache.read(layer, paged_cache.table),
+            expected.read(layer, expected.table),
+            strict=True,
         ):
             error = (one[0, :34] - two[0, :34]).abs().max() / two[0, :34].abs().max()
             assert error < (1e-4 if kind in {"", "bf16"} else 0.15)  # else a code may flip
@@ -144,8 +146,8 @@ def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
     limits = StopLimits(21)
     (plain,) = generate(decoder, [ids], limits, sampling)
     drafter = ModelDrafter(decoder, len(ids) + 21, SHAPE)
-    found, counts = speculated(decoder, ids, drafter, 3, limits, sampling)
-    assert found == plain
+    result, counts = speculated(decoder, ids, drafter, 3, limits, sampling)
+    assert result == plain
     assert counts.acceptance == 1
     assert counts.passes == 5
 
@@ -206,9 +208,9 @@ def test_shapes():
     ):
         with pytest.raises(UsageError):
             parse_tree_shape(bad)
-    for given in ({"tree": "2x2"}, {"draft": "ngram", "tree": "2", "tokens": 4}, {"tokens": 4}):
+    for options in ({"tree": "2x2"}, {"draft": "ngram", "tree": "2", "tokens": 4}, {"tokens": 4}):
         with pytest.raises(UsageError):
-            DraftOptions(**given)
+            DraftOptions(**options)
 
 
 @cache
