@@ -61,7 +61,9 @@ def parsed(engine: str, command: str) -> tuple[dict[str, str], dict[str, str]]:
         words = words[words.index("&&") + 1 :]
     program = known["program"]
     assert [w for w in program if w not in {"MODEL", "NAME"}] == [
-        word for word, said in zip(words, program, strict=False) if said not in {"MODEL", "NAME"}
+        word
+        for word, written in zip(words, program, strict=False)
+        if written not in {"MODEL", "NAME"}
     ]
     rest = words[len(program) :]
     rest = rest[: rest.index("&&")] if "&&" in rest else rest
@@ -87,10 +89,10 @@ def test_every_option_is_documented_with_such_a_value(engine):
                 assert takes(value.split()[0], documented)
             else:
                 assert takes(value, documented), name
-        told = " ".join((*options.values(), *lines.values()))
-        assert serving.devices == 1 or "2" in told.split()
+        text = " ".join((*options.values(), *lines.values()))
+        assert serving.devices == 1 or "2" in text.split()
         if serving.context is not None and TARGETS[engine].context:
-            assert "32768" in told
+            assert "32768" in text
         seen += 1
     assert seen >= 4
 
@@ -115,8 +117,8 @@ def test_what_an_engine_does_not_read_is_refused():
 
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
-    said = check_engine("lmdeploy", Serving(), [], (), "awq")
-    assert all(kind_of(note) in {NoteKind.ENGINE, NoteKind.SERVE} for note in said)
+    verdict = check_engine("lmdeploy", Serving(), [], (), "awq")
+    assert all(kind_of(note) in {NoteKind.ENGINE, NoteKind.SERVE} for note in verdict)
     assert kind_of("linears as declared for llama") is NoteKind.FACT
     with pytest.raises(UsageError, match="'int5'"):
         check_engine("vllm", Serving(cache="int5"), [], (), "plain")
@@ -140,11 +142,11 @@ def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine):
 
 
 def test_a_context_that_nothing_bounds_is_told():
-    said = {
+    verdicts = {
         engine: check_engine(engine, Serving(4096), [], (), "plain") for engine in ("mlx", "vllm")
     }
-    assert any("its cache grows" in note for note in said["mlx"])
-    assert len(said["vllm"]) == 1
+    assert any("its cache grows" in note for note in verdicts["mlx"])
+    assert len(verdicts["vllm"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,9 +175,9 @@ def test_a_path_is_filled_in_for_a_shell(engine):
 
 def test_cards_take_their_commands_from_the_same_table():
     about = load_format("compressed-tensors").INFO
-    made = snippets(about, [EngineVerdict(name, True) for name in TARGETS], "made", chat=True)
-    for item in made:
+    rendered = snippets(about, [EngineVerdict(name, True) for name in TARGETS], "made", chat=True)
+    for item in rendered:
         if item.language == "bash":
             assert command_of(item.engine, "made", Serving(), name="model") in item.code
-    assert [item.engine for item in made] == [*TARGETS]
+    assert [item.engine for item in rendered] == [*TARGETS]
     assert set(TARGETS) == set(DOCUMENTED)

@@ -116,26 +116,26 @@ def slow_gptq(packed, bits, shape, offset):
 
 
 @each_value(
-    ("form", [gptq, gptq_v2]),
+    ("format_key", [gptq, gptq_v2]),
     ("bits", [2, 3, 4, 8]),
     ("kind", ["g32:sym", "g32:asym", "row:sym"]),
 )
-def test_gptq_means_what_a_slow_reader_reads(form, bits, kind):
-    tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=form.MIN_ZERO_POINT)
-    packed = form.pack("m", tensor)
-    read = slow_gptq(packed, bits, (32, 64), offset=1 if form is gptq else 0)
+def test_gptq_means_what_a_slow_reader_reads(format_key, bits, kind):
+    tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=format_key.MIN_ZERO_POINT)
+    packed = format_key.pack("m", tensor)
+    read = slow_gptq(packed, bits, (32, 64), offset=1 if format_key is gptq else 0)
     assert torch.equal(torch.tensor(read, dtype=torch.float64).float(), decoded(tensor))
 
 
 def slow_awq(packed, shape):
     rows, columns = shape
-    place = {output: nibble for nibble, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7])}
+    shift_of = {output: nibble for nibble, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7])}
     weights, zeros = lists(packed["m.qweight"]), lists(packed["m.qzeros"])
     scales = packed["m.scales"].double().tolist()
     size = columns // len(scales)
 
     def nibble(words, n):
-        return words[n // 8] >> (4 * place[n % 8]) & 15
+        return words[n // 8] >> (4 * shift_of[n % 8]) & 15
 
     return [
         [

@@ -128,7 +128,7 @@ def test_hidden_states_on_disk_are_not_in_memory(tmp_path: Path) -> None:
     narrow = {"intermediate_size": 512, "num_hidden_layers": 1}
     llama, samples = {"llama": FAMILIES["llama"] | narrow}, 32
     states = samples * 512 * 512 * 4
-    _, held = run(llama, samples)["llama"]
+    _, in_memory = run(llama, samples)["llama"]
     predicted, peaks = run(llama, samples, str(tmp_path))["llama"]
     assert LEAST * predicted < max(peaks) < 1.15 * predicted + HEAP
-    assert max(peaks) < max(held) - states / 2
+    assert max(peaks) < max(in_memory) - states / 2

@@ -91,7 +91,7 @@ def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
     ("method", "format_key"),
     [
         ("gptq", "compressed-tensors"),
-        *(further("rtn", form) for form in ("gptq_v2", "awq")),
+        *(further("rtn", format_key) for format_key in ("gptq_v2", "awq")),
     ],
 )
 def test_shards_hold_the_same_tensors(
@@ -114,8 +114,8 @@ def test_shards_hold_the_same_tensors(
 
 
 def test_memory_or_disk_for_hidden_states_is_not_seen_in_the_result(tiny, tmp_path):
-    for place in ("memory", "disk"):
-        quantize(tiny("llama-wide"), tmp_path / place, swift("gptq"), activations=place)
+    for storage in ("memory", "disk"):
+        quantize(tiny("llama-wide"), tmp_path / storage, swift("gptq"), activations=storage)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
 
 

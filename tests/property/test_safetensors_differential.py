@@ -101,10 +101,10 @@ def files(draw: st.DrawFn) -> bytes:
     places = draw(
         st.lists(st.sampled_from(["entry", "again", "meta", "frame", "size"]), max_size=2)
     )
-    for place in places:
-        if place == "entry" and entries:
+    for position in places:
+        if position == "entry" and entries:
             mutate(draw, draw(st.sampled_from(entries)))
-        elif place == "again" and entries:
+        elif position == "again" and entries:
             entries.append(dict(draw(st.sampled_from(entries))))
     items = [
         f'{e["name"]}:{{"dtype":{e["dtype"]},"shape":{e["shape"]},'
@@ -153,8 +153,8 @@ VALID = safetensors.torch.save(
 @example([])
 def test_damaged_bytes_are_never_read_differently(edits: list[tuple[int, bytes]]) -> None:
     data = bytearray(VALID)
-    for place, new in edits:
-        data[place : place + 1] = new
+    for position, new in edits:
+        data[position : position + 1] = new
     agree(bytes(data))
     assert edits or ours(VALID) is not None
 

@@ -27,7 +27,7 @@ def allocated(model, target="4.6bpw", out=None, threads=1, **options) -> Allocat
 
 
 @pytest.fixture(scope="module")
-def made(tiny):
+def allocation(tiny):
     return allocated(tiny("qwen3-moe"))
 
 
@@ -35,15 +35,15 @@ def experts_of(groups):
     return [group for group in groups if any(".experts." in name for name in group)]
 
 
-def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, made):
+def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, allocation):
     model = tiny("qwen3-moe")
-    groups = experts_of(made.groups)
+    groups = experts_of(allocation.groups)
     assert [len(group) for group in groups] == [12, 12]  # 4 experts of 3 matrices in 2 layers
-    plan = api.plan(model, made.recipe)
-    assert plan.output_bytes == made.nbytes
-    assert 0.99 * 4.6 <= made.bits <= 4.6
+    plan = api.plan(model, allocation.recipe)
+    assert plan.output_bytes == allocation.nbytes
+    assert 0.99 * 4.6 <= allocation.bits <= 4.6
     schemes = {t.name.removesuffix(".weight"): str(t.scheme.weight) for t in plan.quantized()}
-    for group, chosen in zip(made.groups, made.chosen, strict=True):
+    for group, chosen in zip(allocation.groups, allocation.chosen, strict=True):
         assert {schemes[name].removesuffix(":f32") for name in group} == {chosen}
 
 
@@ -72,14 +72,14 @@ def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
 
 
 @pytest.mark.thorough
-def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):
+def test_threads_and_stops_change_nothing(tiny, allocation, tmp_path, monkeypatch):
     model = tiny("qwen3-moe")
     stopped_measuring(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         allocated(model, out=tmp_path / "mixed.toml")
     monkeypatch.undo()
     again = allocated(model, out=tmp_path / "mixed.toml", threads=2)
-    assert again == made
+    assert again == allocation
 
 
 def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(tiny):

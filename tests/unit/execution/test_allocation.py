@@ -57,13 +57,13 @@ def half(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(half, tmp_path_factory):
+def allocation(half, tmp_path_factory):
     path = tmp_path_factory.mktemp("allocated") / "mixed.toml"
     return allocated(out=path, model=half), path
 
 
-def test_the_size_is_met_and_the_recipe_makes_it(made, half, tmp_path):
-    result, path = made
+def test_the_size_is_met_and_the_recipe_makes_it(allocation, half, tmp_path):
+    result, path = allocation
     assert 0.995 * 3.4 <= result.bits <= 3.4
     outcome = api.quantize(half, path, tmp_path / "out")
     files = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
@@ -77,9 +77,9 @@ def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small,
     out, model = tmp_path / "mixed.toml", str(small)
     options = ("--samples", "2", "--length", "32", "--lm-head", "int8",
              "--candidates", "int3:g64:sym,int4:g64:sym")  # fmt: skip
-    said = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *options).out
-    assert "bits in blocks" in said
-    (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", said)
+    stdout = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *options).out
+    assert "bits in blocks" in stdout
+    (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", stdout)
     assert f"# planned: {planned} bits per weight in blocks" in out.read_text()
     plan = api.plan(small, out)
     assert plan.bits_per_weight > plan.bits_per_weight_in_blocks
@@ -91,8 +91,8 @@ def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small,
     assert "all in blocks" in api.plan(DEMO, bits=4).density
 
 
-def test_it_loses_less_than_widths_alone(made):
-    result, _ = made
+def test_it_loses_less_than_widths_alone(allocation):
+    result, _ = allocation
     sizes = sorted((bits, nats) for _, bits, nats in result.uniform.values())
     assert [nats for _, nats in sizes] == sorted((nats for _, nats in sizes), reverse=True)
     below, above = (
@@ -105,8 +105,8 @@ def test_it_loses_less_than_widths_alone(made):
     assert all(a[1] > b[1] for a, b in zip(result.front, result.front[1:], strict=False))
 
 
-def test_linears_that_engines_join_get_one_scheme(made, small):
-    result, _ = made
+def test_linears_that_engines_join_get_one_scheme(allocation, small):
+    result, _ = allocation
     assert any(len(group) == 3 for group in result.groups)
     assert any(
         {name.rpartition(".")[2] for name in group} == {"gate_proj", "up_proj"}
@@ -157,8 +157,8 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
         **FEW,
     )
     assert len({*allocation.chosen}) == 2
-    plan, known = api.capacity(DEMO, Load(512, 2, "fp8"), path)
-    assert 0 <= 0.9 * 15.7e6 - known.needed_bytes() < 0.005 * known.weights_bytes
+    plan, use = api.capacity(DEMO, Load(512, 2, "fp8"), path)
+    assert 0 <= 0.9 * 15.7e6 - use.needed_bytes() < 0.005 * use.weights_bytes
     assert plan.output_bytes == allocation.nbytes
 
 
@@ -177,7 +177,7 @@ def test_memory_is_refused_with_what_is_possible():
 
 
 @pytest.fixture(scope="module")
-def theirs(tiny, tmp_path_factory):
+def published_file(tiny, tmp_path_factory):
     """A file that somebody has made of the small model."""
     path = tmp_path_factory.mktemp("theirs") / "their.gguf"
     api.quantize(tiny("llama-wide"), out=path, method="rtn", type="Q4_1", scales="absmax")
@@ -185,17 +185,19 @@ def theirs(tiny, tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_the_size_of_somebodys_file(theirs, small):
-    allocation = allocated(None, model=small, like=theirs, candidates=("q4_0", "q5_0"), **FEW)
-    size = theirs.stat().st_size
+def test_the_size_of_somebodys_file(published_file, small):
+    allocation = allocated(
+        None, model=small, like=published_file, candidates=("q4_0", "q5_0"), **FEW
+    )
+    size = published_file.stat().st_size
     assert allocation.recipe.format == "gguf"
     assert 0.98 * size <= allocation.nbytes <= size  # of few matrices
-    assert allocation.target == str(theirs)
+    assert allocation.target == str(published_file)
     assert api.plan(small, allocation.recipe).output_bytes == allocation.nbytes
     with pytest.raises(
         RefusedError, match=rf"--like their.gguf \({size:,} bytes\): it is below"
     ) as refused:
-        allocated(None, model=small, like=theirs, candidates=("q5_1", "q8_0"))
+        allocated(None, model=small, like=published_file, candidates=("q5_1", "q8_0"))
     assert "from " in refused.value.hint
 
 
@@ -216,14 +218,14 @@ def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, mes
     assert "--target" in refused.value.hint
 
 
-def test_a_file_that_is_none_is_refused(theirs, tmp_path):
+def test_a_file_that_is_none_is_refused(published_file, tmp_path):
     with pytest.raises(InputError, match="no such file"):
         allocated(None, like=tmp_path / "none.gguf")
     (tmp_path / "text.gguf").write_text("text")
     with pytest.raises(InputError, match="GGUF"):
         allocated(None, like=tmp_path / "text.gguf")
     with pytest.raises(UsageError, match="two sizes"):
-        allocated("3bpw", like=theirs)
+        allocated("3bpw", like=published_file)
     with pytest.raises(UsageError, match="no size"):
         allocated(None)
 
@@ -345,8 +347,8 @@ def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
     assert {engine.engine: engine.loads for engine in allocation.engines}[engine]
 
 
-def test_engines_that_load_the_mixture_are_told(made):
-    result, _ = made
+def test_engines_that_load_the_mixture_are_told(allocation):
+    result, _ = allocation
     loads = {engine.engine: engine.loads for engine in result.engines}
     assert not loads["vllm"]  # 2 and 3 bits
     assert result.document()["engines"][1]["reason"]

@@ -78,8 +78,8 @@ def test_rows_that_come_are_known_before_the_run(options, coming):
 
 def test_a_file_states_the_rows_that_came_and_not_those_that_were_asked_for():
     planned = plan_quantization(DEMO, Recipe(type="Q4_K_M", method="rtn"), Settings(), None, {})
-    stated = [read(planned, name) for name in ("chunks_count", "dataset")]
-    assert stated == [THERE, "builtin"]
+    recorded = [read(planned, name) for name in ("chunks_count", "dataset")]
+    assert recorded == [THERE, "builtin"]
 
 
 @pytest.mark.parametrize("source", ["{short}", "{short}=3,builtin=1", "{short}:no"])
@@ -94,8 +94,8 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
     for again in range(2):  # what is remembered is that a text is long enough
         with pytest.raises(InputError) as refused:
             api.plan(DEMO, **options)
-        told = (refused.value.message, refused.value.hint)
-        assert told == (refused_by_run.value.message, refused_by_run.value.hint), again
+        error_text = (refused.value.message, refused.value.hint)
+        assert error_text == (refused_by_run.value.message, refused_by_run.value.hint), again
 
 
 @pytest.mark.parametrize("source", ["a.txt", "b.txt", "c.jsonl", "a.txt=2,c.jsonl=1"])
@@ -105,16 +105,18 @@ def test_counting_and_drawing_agree_on_which_rows_there_are(source, tmp_path):
     for name, text in (("a.txt", "word and word\n" * 100), ("b.txt", "x" * 4000 + " " * 4000)):
         (tmp_path / name).write_text(text)
     (tmp_path / "c.jsonl").write_text('{"text": "one document"}\n' * 60)
-    typed = source.replace("a.", f"{tmp_path}/a.").replace("b.", f"{tmp_path}/b.")
-    typed = typed.replace("c.jsonl", f"{tmp_path}/c.jsonl")
+    specification = source.replace("a.", f"{tmp_path}/a.").replace("b.", f"{tmp_path}/b.")
+    specification = specification.replace("c.jsonl", f"{tmp_path}/c.jsonl")
 
     def drawn(rows):
-        return refusal(lambda: draw(RowRequest(typed, rows=rows, length=16), tokenizer))
+        return refusal(lambda: draw(RowRequest(specification, rows=rows, length=16), tokenizer))
 
-    asked = range(3, 2048)
-    beyond = asked[bisect_left(asked, True, key=lambda rows: bool(drawn(rows)))]
+    counts = range(3, 2048)
+    beyond = counts[bisect_left(counts, True, key=lambda rows: bool(drawn(rows)))]
     for rows in (3, beyond - 1, beyond, beyond + 1):
-        assert drawn(rows) == refusal(lambda rows=rows: check_rows(typed, DEMO, rows, 16)), rows
+        assert drawn(rows) == refusal(
+            lambda rows=rows: check_rows(specification, DEMO, rows, 16)
+        ), rows
     assert not drawn(beyond - 1)
 
 
@@ -184,16 +186,16 @@ def test_random_tokens_are_those_of_the_model(tmp_path):
         calibrate(DEMO, replace(options, random_share=share), plan, vocabulary=300).sample
         for share in (0.0, 0.5)
     )
-    drawn = results.ids[results.ids.ne(plain.ids).any(1)]
-    assert len(drawn) == results.report.random_rows == options.samples // 2
-    assert drawn.amax() < 300
+    random_rows = results.ids[results.ids.ne(plain.ids).any(1)]
+    assert len(random_rows) == results.report.random_rows == options.samples // 2
+    assert random_rows.amax() < 300
 
 
 def test_a_plan_tells_of_random_rows():
-    for method, told in (("gptq", True), ("rtn", False)):
+    for method, noted in (("gptq", True), ("rtn", False)):
         plan = api.plan(DEMO, method=method, bits=4)
         messages = [note for note in plan.notes if "0.0625 of the rows hold random tokens" in note]
-        assert bool(messages) is told
+        assert bool(messages) is noted
 
 
 def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):

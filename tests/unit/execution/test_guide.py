@@ -102,14 +102,14 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
 ) -> None:
     calibration = replace(CALIBRATION, samples=24, length=32)
     errors: dict[str, list[float]] = {"guided": [], "plain": []}
-    made: dict[int, dict[str, Tensor]] = {}
+    decoded: dict[int, dict[str, Tensor]] = {}
     shared = gptq.round_matrices
 
     def keeping(strips: int) -> Callable[..., Any]:
         def rounding(weights: Any, *rest: Any) -> Any:
             result = shared(weights, *rest)
             for name, one in result.items():
-                made.setdefault(strips, {})[name] = one.tensor.decode()
+                decoded.setdefault(strips, {})[name] = one.tensor.decode()
             return result
 
         return rounding
@@ -122,12 +122,12 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
         monkeypatch.setattr(gptq, "round_matrices", shared)
     assert seen is not None
     source = open_checkpoint(tiny("llama"))
-    for name in made[0]:
+    for name in decoded[0]:
         linear, weight = name.removesuffix(".weight"), source.read(name).float()
         inputs = torch.cat([part.inputs for part in seen.gradients[linear]]).flatten(0, 1).double()
         plain, guided = inputs.T @ inputs, seen.hessian(linear, slice(None))
         for kind, hessian in (("guided", guided), ("plain", plain)):
-            one, two = (error(weight, made[strips][name], hessian) for strips in (0, 1))
+            one, two = (error(weight, decoded[strips][name], hessian) for strips in (0, 1))
             errors[kind].append(two / one)
     mean = {kind: sum(ratios) / len(ratios) for kind, ratios in errors.items()}
     assert 0.3 < mean["guided"] < 0.98

@@ -43,22 +43,22 @@ SAME = {"recipe": "", "device": "cpu"}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     return tmp_path / "journal"
 
 
-def kept(place: Path, *units: str) -> bytes:
+def kept(directory: Path, *units: str) -> bytes:
     """Leave a journal in which some units are done, and return its bytes."""
-    work = Journal(place, SAME)
+    work = Journal(directory, SAME)
     for unit in units:
         work.commit(unit, {"checksums": {unit: 1}})
     work.close()
-    return (place / JOURNAL_FILE).read_bytes()
+    return (directory / JOURNAL_FILE).read_bytes()
 
 
-def opened(place: Path) -> dict[str, Any]:
+def opened(directory: Path) -> dict[str, Any]:
     """What a journal says is done."""
-    work = Journal(place, SAME)
+    work = Journal(directory, SAME)
     work.close()
     assert work.resumed == bool(work.done)
     return work.done
@@ -67,64 +67,64 @@ def opened(place: Path) -> dict[str, Any]:
 # ---- lines
 
 
-def test_what_was_finished_is_known_to_the_next_run(place: Path) -> None:
-    assert opened(place) == {}
-    work = Journal(place, SAME)
+def test_what_was_finished_is_known_to_the_next_run(directory: Path) -> None:
+    assert opened(directory) == {}
+    work = Journal(directory, SAME)
     assert not work.resumed
-    known = {"checksums": {"a": 7}, "metrics": {"a": {"error": math.inf}}}
-    work.commit("outer", known)
-    assert work.done == {"outer": {"unit": "outer", **known}}
+    record = {"checksums": {"a": 7}, "metrics": {"a": {"error": math.inf}}}
+    work.commit("outer", record)
+    assert work.done == {"outer": {"unit": "outer", **record}}
     work.close()
     work.close()
-    assert opened(place) == work.done
-    kept(place, "block 0")
-    assert list(opened(place)) == ["outer", "block 0"]
-    last = Journal(place, SAME)
+    assert opened(directory) == work.done
+    kept(directory, "block 0")
+    assert list(opened(directory)) == ["outer", "block 0"]
+    last = Journal(directory, SAME)
     last.remove()
-    assert not place.exists()
+    assert not directory.exists()
     last.remove()
 
 
 @pytest.mark.parametrize("lost", [1, 2, 10, 40])
-def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(place: Path, lost: int) -> None:
-    whole = kept(place, "outer")
-    (place / JOURNAL_FILE).write_bytes(kept(place, "block 0")[:-lost])
-    assert list(opened(place)) == ["outer"]
-    assert (place / JOURNAL_FILE).read_bytes() == whole
-    kept(place, "block 0", "block 1")
-    assert list(opened(place)) == ["outer", "block 0", "block 1"]
+def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(directory: Path, lost: int) -> None:
+    whole = kept(directory, "outer")
+    (directory / JOURNAL_FILE).write_bytes(kept(directory, "block 0")[:-lost])
+    assert list(opened(directory)) == ["outer"]
+    assert (directory / JOURNAL_FILE).read_bytes() == whole
+    kept(directory, "block 0", "block 1")
+    assert list(opened(directory)) == ["outer", "block 0", "block 1"]
 
 
-def test_every_byte_of_a_line_counts(place: Path) -> None:
-    data = kept(place, "outer", "head")
+def test_every_byte_of_a_line_counts(directory: Path) -> None:
+    data = kept(directory, "outer", "head")
     for at in range(len(data) - 1):
-        (place / JOURNAL_FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        (directory / JOURNAL_FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(IntegrityError, match="damaged") as refused:
-            opened(place)
-        assert refused.value.hint == f"start afresh: rm -r {place}"
-    (place / JOURNAL_FILE).write_bytes(
+            opened(directory)
+        assert refused.value.hint == f"start afresh: rm -r {directory}"
+    (directory / JOURNAL_FILE).write_bytes(
         data[:-1] + b"?"
     )  # a last line without its end, as of a kill
-    assert list(opened(place)) == ["outer"]
+    assert list(opened(directory)) == ["outer"]
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'"unit"', b'{"unit": 1', b"\xff"])
-def test_a_line_with_its_digest_that_names_no_unit_is_refused(place: Path, text: bytes) -> None:
-    kept(place, "outer")
-    with (place / JOURNAL_FILE).open("ab") as file:
+def test_a_line_with_its_digest_that_names_no_unit_is_refused(directory: Path, text: bytes) -> None:
+    kept(directory, "outer")
+    with (directory / JOURNAL_FILE).open("ab") as file:
         file.write(sha256(text).hexdigest()[:16].encode() + b" " + text + b"\n")
     with pytest.raises(IntegrityError, match="damaged"):
-        opened(place)
+        opened(directory)
 
 
 def test_a_line_is_durable_before_its_unit_is_done(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Journal(place, SAME)
+    work = Journal(directory, SAME)
     seen = []
 
     def fsync(_descriptor: int) -> None:
-        seen.append(((place / JOURNAL_FILE).read_bytes()[-1:], "outer" in work.done))
+        seen.append(((directory / JOURNAL_FILE).read_bytes()[-1:], "outer" in work.done))
 
     monkeypatch.setattr(os, "fsync", fsync)
     work.commit("outer", {})
@@ -133,17 +133,17 @@ def test_a_line_is_durable_before_its_unit_is_done(
 
 
 def test_a_disk_that_takes_half_a_line_is_full(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept(place, "outer")
-    work, write = Journal(place, SAME), os.write
+    kept(directory, "outer")
+    work, write = Journal(directory, SAME), os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
         with pytest.raises(ResourceError, match="No space left"):
             work.commit("head", {})
     work.close()
     assert "head" not in work.done
-    assert list(opened(place)) == ["outer"]
+    assert list(opened(directory)) == ["outer"]
 
 
 # ---- fingerprints
@@ -160,39 +160,39 @@ def test_a_disk_that_takes_half_a_line_is_full(
     ],
 )
 def test_a_run_that_differs_is_refused_and_said_in_what(
-    place: Path, other: dict[str, str], named: str
+    directory: Path, other: dict[str, str], named: str
 ) -> None:
-    before = kept(place, "outer")
+    before = kept(directory, "outer")
     with pytest.raises(IntegrityError, match=f"differs in: {named}$") as refused:
-        Journal(place, other)
-    assert f"rm -r {place}" in refused.value.hint
-    assert (place / JOURNAL_FILE).read_bytes() == before
-    assert recorded_fingerprint(place) == SAME
+        Journal(directory, other)
+    assert f"rm -r {directory}" in refused.value.hint
+    assert (directory / JOURNAL_FILE).read_bytes() == before
+    assert recorded_fingerprint(directory) == SAME
 
 
-def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(place: Path) -> None:
-    kept(place)
-    (place / "states").write_text("left")
-    work = Journal(place, {"recipe": "s"})
+def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(directory: Path) -> None:
+    kept(directory)
+    (directory / "states").write_text("left")
+    work = Journal(directory, {"recipe": "s"})
     work.close()
     assert not work.resumed
-    assert recorded_fingerprint(place) == {"recipe": "s"}
-    assert {path.name for path in place.iterdir()} == {FINGERPRINT_FILE, JOURNAL_FILE}
-    (place / JOURNAL_FILE).unlink()
-    assert opened(place) == {}
-    assert recorded_fingerprint(place) == SAME
+    assert recorded_fingerprint(directory) == {"recipe": "s"}
+    assert {path.name for path in directory.iterdir()} == {FINGERPRINT_FILE, JOURNAL_FILE}
+    (directory / JOURNAL_FILE).unlink()
+    assert opened(directory) == {}
+    assert recorded_fingerprint(directory) == SAME
 
 
-def test_a_fingerprint_that_cannot_be_read_is_damage(place: Path) -> None:
-    kept(place, "outer")
-    (place / FINGERPRINT_FILE).write_text("[")
-    assert recorded_fingerprint(place) == {}
+def test_a_fingerprint_that_cannot_be_read_is_damage(directory: Path) -> None:
+    kept(directory, "outer")
+    (directory / FINGERPRINT_FILE).write_text("[")
+    assert recorded_fingerprint(directory) == {}
     with pytest.raises(IntegrityError, match="damaged"):
-        opened(place)
+        opened(directory)
 
 
 def test_a_fingerprint_is_durable_under_its_name(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both the file and the directory that names it, in this order: before any line of the journal."""
     synced: list[str] = []
@@ -200,7 +200,7 @@ def test_a_fingerprint_is_durable_under_its_name(
         os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
     )
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    kept(place)
+    kept(directory)
     assert [synced[0].partition(".")[0], synced[1]] == ["fingerprint", "journal"]
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
@@ -224,14 +224,16 @@ def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
         "recipe": ("recipe", recipe(bits=3).to_toml()), "source": ("source file w", source("y")),
         "calibrated": ("calibration", drawn("d")), "device": ("device", "cuda"), "imatrix": ("imatrix", second),
     }  # fmt: skip
-    known = run_fingerprint(**whole)
-    assert known["calibration"] == "c"
-    assert {"version of quantforge", "version of torch"} <= known.keys()
+    reference = run_fingerprint(**whole)
+    assert reference["calibration"] == "c"
+    assert {"version of quantforge", "version of torch"} <= reference.keys()
     for argument, (name, value) in changes.items():
         result = run_fingerprint(**{**whole, argument: value})
-        assert {key for key in {*known, *result} if known.get(key) != result.get(key)} == {name}
+        assert {key for key in {*reference, *result} if reference.get(key) != result.get(key)} == {
+            name
+        }
     several = [run_fingerprint(**{**whole, "device": f"cuda:{number}"}) for number in range(2)]
-    assert several[0] == several[1] != known  # ranks of one run
+    assert several[0] == several[1] != reference  # ranks of one run
     bare = run_fingerprint(**{**whole, "calibrated": None, "imatrix": None})
     assert bare["calibration"] == ""
     assert "imatrix" not in bare
@@ -340,24 +342,24 @@ def test_checksums_are_of_bytes_however_they_are_cut(dtype: torch.dtype) -> None
 
 
 def test_a_file_is_written_whole_or_takes_no_name(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.mkdir()
+    directory.mkdir()
     short = replace(DISK, pwrite=lambda file, data, offset: os.pwrite(file, data[:3], offset))
     monkeypatch.setattr(journal, "DISK", short)
-    write_durably(place / "record", b"whole")
-    assert (place / "record").read_bytes() == b"whole"
+    write_durably(directory / "record", b"whole")
+    assert (directory / "record").read_bytes() == b"whole"
     monkeypatch.setattr(journal, "DISK", replace(DISK, pwrite=lambda *_: 0))
     with pytest.raises(OSError, match="No space left"):
-        write_durably(place / "other", b"whole")
-    assert not (place / "other").exists()
+        write_durably(directory / "other", b"whole")
+    assert not (directory / "other").exists()
 
 
-def test_a_journal_of_an_older_schema_is_refused_by_name(place: Path) -> None:
-    kept(place, "outer")  # its fingerprint has no schema, as those of the first one
+def test_a_journal_of_an_older_schema_is_refused_by_name(directory: Path) -> None:
+    kept(directory, "outer")  # its fingerprint has no schema, as those of the first one
     with pytest.raises(IntegrityError) as refused:
-        Journal(place, {**SAME, "schema": journal.SCHEMA})
+        Journal(directory, {**SAME, "schema": journal.SCHEMA})
     assert "of schema quantforge.journal/1" in refused.value.message
     assert f"resumes {journal.SCHEMA}" in refused.value.message
-    assert f"rm -r {place}" in refused.value.hint
-    assert (place / JOURNAL_FILE).exists()
+    assert f"rm -r {directory}" in refused.value.hint
+    assert (directory / JOURNAL_FILE).exists()

@@ -113,10 +113,10 @@ def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
     figures, events = count_outliers(plan, seen)
     assert figures == {"outlier_columns": 3.0, "unquantized_columns": 2.0}
     assert [event.kind for event in events] == ["outliers-quantized"]
-    one = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
-    result = add_input_parameters(tensor, plan, WEIGHT, one, "absmax")
+    single_outlier = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
+    result = add_input_parameters(tensor, plan, WEIGHT, single_outlier, "absmax")
     assert result.parameters["outlier_columns"].tolist() == [2, -1]
-    assert count_outliers(plan, one)[1] == ()
+    assert count_outliers(plan, single_outlier)[1] == ()
     with pytest.raises(RefusedError, match="outlier columns"):
         add_input_parameters(tensor, plan, WEIGHT, Statistics(), "absmax")
 

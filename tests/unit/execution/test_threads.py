@@ -36,12 +36,12 @@ def test_results_come_in_order_whoever_is_ready_first(workers):
 
 
 def test_no_more_is_begun_than_is_taken():
-    begun, before = [], torch.get_num_threads()
-    with closing(in_order(begun.append, range(100), 3)) as results:
+    started, before = [], torch.get_num_threads()
+    with closing(in_order(started.append, range(100), 3)) as results:
         for _ in range(5):
             next(results)
         time.sleep(0.05)
-        assert len(begun) <= 5 + 2 * 3
+        assert len(started) <= 5 + 2 * 3
     assert torch.get_num_threads() == before
     assert threading.active_count() < 50
 
@@ -61,18 +61,18 @@ def test_an_error_in_a_thread_is_that_of_the_caller():
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
     done = []
-    with BackgroundTask(workers) as behind:
+    with BackgroundTask(workers) as background:
         for number in range(5):
-            behind.do(partial(done.append, number))
-        behind.wait()
+            background.do(partial(done.append, number))
+        background.wait()
         assert done == [*range(5)]
-        behind.do(partial(done.append, 5))
+        background.do(partial(done.append, 5))
     assert done == [*range(6)]
     with (
         pytest.raises(ZeroDivisionError),
-        BackgroundTask(workers) as behind,
+        BackgroundTask(workers) as background,
     ):  # at the next piece, or the end
-        behind.do(lambda: 1 / 0)
+        background.do(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("format_key", ["compressed-tensors", "gguf"])
@@ -96,10 +96,10 @@ def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(
 
 def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_path, monkeypatch):
     source, name = tmp_path / "m", "model.layers.1.mlp.gate_proj.weight_scale_inv"
-    made = build_recipe(
+    source_recipe = build_recipe(
         None, method="rtn", scheme="fp8_e4m3:128x128", scales="absmax", format="fp8"
     )
-    api.quantize(str(tiny("llama-wide")), made, source)
+    api.quantize(str(tiny("llama-wide")), source_recipe, source)
     (source / "quantforge.manifest.json").unlink()  # one that others have published
     tensors = load_file(source / "model.safetensors")
     assert tensors[name].shape == (2, 1)
@@ -125,14 +125,14 @@ def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatc
 def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 4096)  # many runs of a small model
     model = gguf_models.make("llama", tmp_path / "m", num_hidden_layers=1)
-    made = []
+    files = []
     for threads in (1, 3):
         out = tmp_path / f"{threads}" / "x.gguf"
         out.parent.mkdir()
         recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
         api.export(str(model), recipe, out, Settings(threads=threads))
-        made.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
-    assert made[0] == made[1]
+        files.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_strips_that_are_put_together_are_the_matrix(
     tiny, format_key, scheme, least, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(row_encoding, "COMPILED_FROM", least)
-    model, made = tiny("llama-wide"), []
+    model, files = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
         monkeypatch.setattr(data_free, "STRIP_ELEMENTS", elements)
         out = tmp_path / f"{elements} {threads}"
         recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=format_key)
         api.quantize(str(model), recipe, out, Settings(threads=threads))
-        made.append((out / "model.safetensors").read_bytes())
-    assert made[0] == made[1] == made[2]
+        files.append((out / "model.safetensors").read_bytes())
+    assert files[0] == files[1] == files[2]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

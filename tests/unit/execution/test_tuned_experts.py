@@ -69,11 +69,11 @@ def in_memory(path: Path) -> Any:
 
 def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> Tensor:
     """A matrix of the whole model, or its gradient, as a view."""
-    place = block.decoder_block.kind.expert_slices().get(linear)
-    name = f"{linear}.weight" if place is None else place.stack.parameter
+    expert_slice = block.decoder_block.kind.expert_slices().get(linear)
+    name = f"{linear}.weight" if expert_slice is None else expert_slice.stack.parameter
     value = model.get_parameter(f"{block.decoder_block.name}.{name}")
     value = value.grad if gradient else value.data
-    return value if place is None else place.view(value)
+    return value if expert_slice is None else expert_slice.view(value)
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", further("mixtral"), "gpt-oss"])

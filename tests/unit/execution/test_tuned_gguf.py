@@ -206,11 +206,11 @@ def test_four_bit_floats_are_learned(
 
 def test_the_plan_forecasts_it_and_effort_includes_it(tiny: Tiny) -> None:
     text = CalibrationOptions()
-    made = plan(
+    planned = plan(
         tiny("llama"), tuned("Q4_1", effort="high", tune=DEFAULT_RECIPE.tune, calibration=text)
     )
-    assert made.tune == EFFORT_SETTINGS["high"]["tune"]
-    assert any("tune: 4 epochs" in note for note in made.notes)
+    assert planned.tune == EFFORT_SETTINGS["high"]["tune"]
+    assert any("tune: 4 epochs" in note for note in planned.notes)
     plain = plan(tiny("llama"), tuned("Q4_1", tune=0, calibration=text))
-    assert made.peak_memory_bytes >= plain.peak_memory_bytes
-    assert made.work.operations["pass"] > 5 * plain.work.operations["pass"]
+    assert planned.peak_memory_bytes >= plain.peak_memory_bytes
+    assert planned.work.operations["pass"] > 5 * plain.work.operations["pass"]

@@ -382,7 +382,7 @@ def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: 
 
 
 def test_the_plan_states_it(short: Tiny) -> None:
-    made = plan(short("llama"), tuned(tune=3))
-    assert made.tune == 3
-    assert any("tune: 3 epochs" in note for note in made.notes)
-    assert made.peak_memory_bytes > plan(short("llama"), tuned(tune=0)).peak_memory_bytes
+    planned = plan(short("llama"), tuned(tune=3))
+    assert planned.tune == 3
+    assert any("tune: 3 epochs" in note for note in planned.notes)
+    assert planned.peak_memory_bytes > plan(short("llama"), tuned(tune=0)).peak_memory_bytes

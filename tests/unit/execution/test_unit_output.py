@@ -113,16 +113,16 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
 def test_engines_load_matrices_of_one_input_with_one_parameter() -> None:
     """Of a scheme with a joint parameter, and only those that have the same scheme and input."""
     joint, other = parse_layer("NVFP4A16"), parse_layer("int4:g32:sym")
-    one = TensorPlan("q", "F32", (4, 4), Action.QUANTIZE, "", joint, shared="attn")
-    same = replace(one, name="k")
-    away = replace(one, name="up", shared="mlp")
-    mixed = replace(one, name="v", scheme=other)
-    alone = replace(one, name="o", shared="")
-    plan: Any = SimpleNamespace(quantized=lambda: (one, same, away, mixed, alone))
-    assert jointly_rounded(one, plan) == [one, same]
-    assert jointly_rounded(same, plan) == [one, same]
+    query = TensorPlan("q", "F32", (4, 4), Action.QUANTIZE, "", joint, shared="attn")
+    same = replace(query, name="k")
+    away = replace(query, name="up", shared="mlp")
+    mixed = replace(query, name="v", scheme=other)
+    alone = replace(query, name="o", shared="")
+    plan: Any = SimpleNamespace(quantized=lambda: (query, same, away, mixed, alone))
+    assert jointly_rounded(query, plan) == [query, same]
+    assert jointly_rounded(same, plan) == [query, same]
     assert jointly_rounded(away, plan) == [away]
     assert jointly_rounded(mixed, plan) == [mixed]
     assert jointly_rounded(alone, plan) == [alone]
-    free = replace(one, scheme=None)
+    free = replace(query, scheme=None)
     assert jointly_rounded(free, plan) == [free]

@@ -87,9 +87,9 @@ def test_shares_are_of_the_weights_that_are_rounded() -> None:
 
 
 def test_what_processes_cannot_share_is_refused() -> None:
-    def check(plan: Any, **asked: bool) -> None:
+    def check(plan: Any, **options: bool) -> None:
         usual = {"overwrite": False, "prunes_experts": False, "torchrun": True, "replayed": False}
-        check_shareable(plan, **{**usual, **asked})
+        check_shareable(plan, **{**usual, **options})
 
     check(plan_of(*MIXTURE, needs=()))
     check(plan_of(MIXTURE[1], MIXTURE[4]))

@@ -50,8 +50,8 @@ def test_signs_are_of_the_seed_alone() -> None:
         -1,
         1,
     ]
-    one, other = matrix(Rotation(64, "a")), matrix(Rotation(64, "b"))
-    assert not torch.equal(one, other)
+    first, second = matrix(Rotation(64, "a")), matrix(Rotation(64, "b"))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_each_run_along_an_axis_is_multiplied_by_it(shape: tuple[int, ...], axis
 def test_no_bit_depends_on_what_is_rotated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(48, 72, generator=torch.Generator().manual_seed(1))
     for axis, size in ((0, 48), (1, 24)):
-        one, other = value.clone(), value.clone()
-        Rotation(size, "x").rotate_axis(one, axis)
+        first, second = value.clone(), value.clone()
+        Rotation(size, "x").rotate_axis(first, axis)
         with monkeypatch.context() as patch:
             patch.setattr(hadamard, "TILE", 5 * size)
             torch.set_num_threads(2)
-            Rotation(size, "x").rotate_axis(other, axis)
+            Rotation(size, "x").rotate_axis(second, axis)
             torch.set_num_threads(1)
-        assert torch.equal(one, other)
-    assert math.isclose(float(one.norm()), float(value.norm()), rel_tol=1e-6)
+        assert torch.equal(first, second)
+    assert math.isclose(float(first.norm()), float(value.norm()), rel_tol=1e-6)

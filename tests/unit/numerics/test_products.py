@@ -255,8 +255,8 @@ def test_gradients_of_linears_are_those_of_torch_for_any_threads(
             result = both(threads)
         if threads == 1:
             first = result
-            for one, reference in zip(result, expected, strict=True):
-                torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-3)
+            for gradient, reference in zip(result, expected, strict=True):
+                torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-3)
         assert all(map(torch.equal, result, first))
     assert shared == [2, 2, 5, 5]
 
@@ -287,21 +287,21 @@ def test_products_in_bfloat16_are_those_of_autocast(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(torch, "mm"), (products, "_onednn_linear")], ids=["mkl", "onednn"]
+    ("module", "name"), [(torch, "mm"), (products, "_onednn_linear")], ids=["mkl", "onednn"]
 )
 def test_large_products_are_computed_on_the_threads_of_the_run(
-    place: Any, name: str, monkeypatch: pytest.MonkeyPatch, threads: Any
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda: place is products)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: module is products)
     monkeypatch.setattr(products, "LEAST", 1 << 18)
-    used, product = set(), getattr(place, name)
+    used, product = set(), getattr(module, name)
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         used.add((threading.get_ident(), torch.get_num_threads()))
         result: Tensor = product(*args, **kwargs)
         return result
 
-    monkeypatch.setattr(place, name, noted)
+    monkeypatch.setattr(module, name, noted)
     threads(2)
     with torch.inference_mode(), reproducible():
         for _ in range(50):
@@ -354,21 +354,21 @@ def test_onednn_is_asked_for_few_shapes_whatever_the_rows(monkeypatch: pytest.Mo
     x, weight = _matrix(256, 300), _matrix(256, 300, seed=1)
     bias = _matrix(256, seed=2)
     whole = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    asked: set[int] = set()
+    row_counts: set[int] = set()
 
     class Asked(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.overloadpacket is torch.ops.mkldnn._linear_pointwise:
-                asked.add(len(args[0]))
+                row_counts.add(len(args[0]))
             return func(*args, **(kwargs or {}))
 
     with torch.inference_mode(), reproducible(), tiled_products(), Asked():
         for rows in range(2, 257):
             result = functional.linear(x[:rows], weight, bias)
             torch.testing.assert_close(result, whole[:rows], rtol=1e-5, atol=1e-4)
-    assert asked == {16, 24, *range(32, 257, 32)}  # of fewer MKL is asked
+    assert row_counts == {16, 24, *range(32, 257, 32)}  # of fewer MKL is asked
 
 
 @pytest.mark.parametrize("columns", [300, 3000])
@@ -395,10 +395,10 @@ def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
 
 def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
     threads(2)
-    begun = []
+    started = []
 
     def work(part: int) -> int:
-        begun.append(part)
+        started.append(part)
         if part == 3:
             raise IndexError(f"part {part}")
         return part
@@ -406,6 +406,6 @@ def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
     with reproducible():
         with pytest.raises(IndexError, match="part 3"):
             run_parallel(work, range(100))
-        assert 4 <= len(begun) <= 5
+        assert 4 <= len(started) <= 5
         assert run_parallel(work, [0, 2, 1]) == [0, 2, 1]
     assert torch.get_num_threads() == 2

@@ -52,8 +52,8 @@ def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
     weight, columns = matrix(), importance()
     weights = columns * (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()
     ours = error(weight, encode_rows(weight, parse(grid), columns), weights)
-    theirs = error(weight, encode_rows(weight, parse(grid), columns, "reference"), weights)
-    assert 0.2 * theirs < ours < 0.998 * theirs, ours / theirs
+    reference_error = error(weight, encode_rows(weight, parse(grid), columns, "reference"), weights)
+    assert 0.2 * reference_error < ours < 0.998 * reference_error, ours / reference_error
 
 
 @pytest.mark.parametrize("grid", sorted(SCALE_RANGES))
@@ -63,9 +63,9 @@ def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
     weights = (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()
     brief = error(weight, encode_rows(weight, parse(grid)), weights)
     full = error(weight, encode_rows(weight, parse(grid), equal), weights)
-    theirs = error(weight, encode_rows(weight, parse(grid), None, "reference"), weights)
+    reference_error = error(weight, encode_rows(weight, parse(grid), None, "reference"), weights)
     assert full < brief < 1.02 * full
-    assert brief < 0.98 * theirs
+    assert brief < 0.98 * reference_error
 
 
 @pytest.mark.parametrize("grid", ENCODED)

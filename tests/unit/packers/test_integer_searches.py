@@ -145,15 +145,15 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return loop or uncompiled
 
     def search(groups: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        given.append(groups)
+        calls.append(groups)
         return result(groups, *rest)
 
-    given: list[Tensor] = []
+    calls: list[Tensor] = []
     result = scale_loops.search_integer_scales
     monkeypatch.setattr(numba, "njit", uncompiled)
     monkeypatch.setattr(scale_loops, "_compiled_search", scale_loops._compiled_search.__wrapped__)
     monkeypatch.setattr(scale_loops, "search_integer_scales", search)
-    return given
+    return calls
 
 
 @each_value(
@@ -182,5 +182,5 @@ def test_the_loops_for_large_matrices_make_the_same_search(
                 groups, plain["scales"], middles, weights, 1, high
             )
         assert len(looped) == (large and "tensor" not in text)  # they know groups of one row only
-        for one, reference in zip(result, (scales, zeros), strict=False):
-            assert agreement(one, reference) > 0.97
+        for actual, reference in zip(result, (scales, zeros), strict=False):
+            assert agreement(actual, reference) > 0.97

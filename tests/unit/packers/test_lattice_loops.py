@@ -42,16 +42,22 @@ Array = NDArray[numpy.float32]
 
 @jit
 def _operations(a, b, out):  # type: ignore[no-untyped-def]
-    one, other = load(a, 1), load(b, 0)
-    results = (one + other, one - other, one * other, one / other, vector_min(one, other))
+    first, second = load(a, 1), load(b, 0)
+    results = (
+        first + second,
+        first - second,
+        first * second,
+        first / second,
+        vector_min(first, second),
+    )
     for index, value in enumerate(results):
         store(out, 8 * index, value)
-    store(out, 40, vector_max(one, other))
-    store(out, 48, select_if_less(one, other, other, broadcast(numpy.float32(2))))
-    store(out, 56, multiply_add(one, other, other))
-    folded = lane_min(one), lane_max(one), lane_sum(one)
+    store(out, 40, vector_max(first, second))
+    store(out, 48, select_if_less(first, second, second, broadcast(numpy.float32(2))))
+    store(out, 56, multiply_add(first, second, second))
+    folded = lane_min(first), lane_max(first), lane_sum(first)
     bits = first_bit(numpy.int64(40)), last_bit(numpy.int64(40))
-    return folded, less_mask(one, other), differ_mask(one, other), bits
+    return folded, less_mask(first, second), differ_mask(first, second), bits
 
 
 @jit

@@ -61,10 +61,10 @@ def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
     assert torch.equal(pack_blocks(tensor), raw)
     with numpy.errstate(all="ignore"):
         expected = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[grid.upper()])
-    known = ~numpy.isnan(expected)
-    assert known.mean() > 0.9
+    finite = ~numpy.isnan(expected)
+    assert finite.mean() > 0.9
     result = decode_blocks(raw, grid.upper()).numpy()
-    assert numpy.array_equal(result.view(numpy.int32)[known], expected.view(numpy.int32)[known])
+    assert numpy.array_equal(result.view(numpy.int32)[finite], expected.view(numpy.int32)[finite])
     part = packer.decode(
         tensor.codes[:, 40 // tensor_width(grid) : 304 // tensor_width(grid)],
         tensor.parameters,
@@ -85,19 +85,19 @@ def digest(*tensors: Tensor) -> str:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_reference_has_the_bytes_of_ggml(grid: str) -> None:
     x, importance = rows()
-    for known in (importance, None):
-        if known is None and grid in NEED_IMPORTANCE:
+    for row_importance in (importance, None):
+        if row_importance is None and grid in NEED_IMPORTANCE:
             with pytest.raises(InputError, match="without an importance"):
                 packer.encode_rows(x, parse(grid))
             continue
         # Ties of IQ1_M between columns of importance 0 fall otherwise.
-        given = importance.clamp(min=1e-3) if grid == "iq1_m" else known
-        mine = pack_blocks(packer.encode_rows(x, parse(grid), given))
+        weights = importance.clamp(min=1e-3) if grid == "iq1_m" else row_importance
+        mine = pack_blocks(packer.encode_rows(x, parse(grid), weights))
         if grid in BLOCKS:
             assert digest(x, importance) == ROWS
             assert digest(mine) == BLOCKS[grid]
         else:
-            assert torch.equal(mine, quantized(x, grid, given))
+            assert torch.equal(mine, quantized(x, grid, weights))
 
 
 def lost(x: Tensor, decoded: Tensor, importance: Tensor) -> float:
@@ -111,8 +111,8 @@ def test_search_loses_less_than_ggml(grid: str) -> None:
     parameters = packer.fit(x, parse(grid), importance, search=True)
     codes = packer.encode_weighted(x, parameters, parse(grid), importance)
     mine = lost(x, packer.decode(codes, parameters, parse(grid)), importance)
-    theirs = lost(x, packer.encode_rows(x, parse(grid), importance).decode(), importance)
-    assert 0.8 < mine / theirs < 0.99
+    ggml_loss = lost(x, packer.encode_rows(x, parse(grid), importance).decode(), importance)
+    assert 0.8 < mine / ggml_loss < 0.99
 
 
 @pytest.mark.parametrize("grid", usual(GRIDS, *GRIDS[::2]))

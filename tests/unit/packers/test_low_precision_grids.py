@@ -143,9 +143,11 @@ def test_plain_double_quantization_has_the_bytes_of_bitsandbytes(grid, shape):
     assert (mine != state.absmax).float().mean() < 0.005
     levels = nf4.dynamic_map()
     assert (levels[mine.long()] - levels[state.absmax.long()]).abs().max() < 2.0**-6
-    theirs = dict(parameters) | {"scales": state.absmax.view(shape[0], -1)}
+    peer_parameters = dict(parameters) | {"scales": state.absmax.view(shape[0], -1)}
     state.dtype = torch.float32
-    assert torch.equal(nf4.decode(codes, theirs, scheme), functional.dequantize_4bit(packed, state))
+    assert torch.equal(
+        nf4.decode(codes, peer_parameters, scheme), functional.dequantize_4bit(packed, state)
+    )
 
 
 def test_after_a_search_codes_are_chosen_under_the_scales_as_decoded():

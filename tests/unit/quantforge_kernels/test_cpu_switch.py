@@ -40,8 +40,8 @@ print(json.dumps({"kernels": loaded.kernels, "llvm": llvm, "logits": torch.stack
 """
 
 
-def told(said: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    *document, last = said.splitlines()
+def told(stdout: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    *document, last = stdout.splitlines()
     return json.loads("\n".join(document))["models"][1], json.loads(last)
 
 
@@ -49,15 +49,15 @@ def told(said: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys):
     """Without them in a process of its own, with them in this one: an evaluation, and a few tokens."""
     quantize(DEMO, tmp_path / "m", recipe(bits=4, scales="absmax"))
-    given = [str(DEMO), str(tmp_path / "m")]
+    arguments = [str(DEMO), str(tmp_path / "m")]
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, *given],
+        [sys.executable, "-c", CHILD, *arguments],
         env=os.environ | {instruction_sets.SWITCH_VARIABLE: "off"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     report, output = told(done.stdout)
     assert output["llvm"] == []
     assert output["kernels"].keys() == {"reference", "dense"}
-    monkeypatch.setattr(sys, "argv", ["", *given])
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
     capsys.readouterr()
     exec(CHILD, {})
     other_report, other = told(capsys.readouterr().out)

@@ -46,10 +46,10 @@ def compiled(work) -> int:
     return len(compiler.COMPILED_NAMES) - before
 
 
-def norm(made: compiler.Program) -> torch.Tensor:
+def norm(compiled_program: compiler.Program) -> torch.Tensor:
     x, weight, out = torch.linspace(-1, 3, 64), torch.linspace(1, 2, 64), torch.empty(64)
     places = [value.data_ptr() for value in (x, x, weight, out, x)]
-    made([0, 1, 1, 1, *places, 8, 1, 256])
+    compiled_program([0, 1, 1, 1, *places, 8, 1, 256])
     return out
 
 
@@ -118,16 +118,16 @@ def test_files_that_others_may_write_or_own_are_not_used(folder, monkeypatch):
     assert program_cache.load_program(KEY) is None
 
 
-@pytest.mark.parametrize("place", ["folder", "file", "pipe"])
-def test_links_and_pipes_are_not_followed(folder, tmp_path, place):
+@pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
+def test_links_and_pipes_are_not_followed(folder, tmp_path, kind):
     program_cache.save_program(KEY, b"code")
     file = folder / f"{KEY}.program"
-    if place == "folder":
+    if kind == "folder":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
         program_cache.save_program("cd" * 32, b"code")
         assert len(list((tmp_path / "elsewhere").iterdir())) == 1
-    elif place == "file":
+    elif kind == "file":
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
     else:

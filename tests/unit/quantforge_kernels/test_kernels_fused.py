@@ -79,10 +79,10 @@ def test_heads_that_are_a_part_of_longer_rows():
             layers.add_rms_norm_triton(heads, None, weight, 1e-5)[0],
             layers.rms_norm(heads, weight, 1e-5), torch.float32,
         )  # fmt: skip
-    turned = whole.view(5, 12, 24).transpose(0, 1)
+    transposed = whole.view(5, 12, 24).transpose(0, 1)
     cosine, sine = (random(12, 12, dtype=torch.float32, seed=seed) for seed in (1, 2))
-    expected = layers.apply_rotary_triton(turned.contiguous(), cosine, sine)
-    assert torch.equal(layers.apply_rotary_triton(turned, cosine, sine), expected)
+    expected = layers.apply_rotary_triton(transposed.contiguous(), cosine, sine)
+    assert torch.equal(layers.apply_rotary_triton(transposed, cosine, sine), expected)
 
 
 @each_value(
@@ -99,8 +99,8 @@ def test_gates(dtype, tanh, rows):
         return (gelu(gate, approximate="tanh") if tanh else silu(gate)) * up
 
     near(layers.gate_triton(gate, up, tanh), gated(gate, up).to(dtype), dtype)
-    turned = up.T.contiguous().T
-    near(layers.gate_triton(turned, gate, tanh), gated(up, gate).to(dtype), dtype)
+    transposed = up.T.contiguous().T
+    near(layers.gate_triton(transposed, gate, tanh), gated(up, gate).to(dtype), dtype)
 
 
 @each_value(

@@ -42,10 +42,10 @@ def stacked(spec: MatmulSpec, kernel, count: int = COUNT):
     return matrices, prepare_stacked(iter(matrices), GroupedMatmulSpec(spec, count), kernel)
 
 
-def wanted(spec: MatmulSpec, given, x, routing: ExpertRouting):
+def wanted(spec: MatmulSpec, matrices, x, routing: ExpertRouting):
     each = len(routing.expert_of_pair) // len(x)
     lines = [
-        expected(spec, given[int(owner)], x[number // each][None])
+        expected(spec, matrices[int(owner)], x[number // each][None])
         for number, owner in enumerate(routing.expert_of_pair)
     ]
     return torch.cat(lines)
@@ -65,19 +65,26 @@ def test_owners_are_sorted_and_counted():
 
 
 @pytest.mark.parametrize(
-    ("format_key", "rows", "each"),
-    [*((form, 7, 3) for form in FORMS), ("int4", 1, 2), ("int4", 3, 1), ("int4", 0, 2)],
+    ("weight_format", "rows", "each"),
+    [
+        *((weight_format, 7, 3) for weight_format in FORMS),
+        ("int4", 1, 2),
+        ("int4", 3, 1),
+        ("int4", 0, 2),
+    ],
 )
-def test_products_one_after_the_other(format_key, rows, each):
-    spec = make_spec(**FORMS[format_key], shape=(5, 256))
+def test_products_one_after_the_other(weight_format, rows, each):
+    spec = make_spec(**FORMS[weight_format], shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
-    given, packed = stacked(spec, kernel)
+    matrices, packed = stacked(spec, kernel)
     x = rows_of(spec, rows)
     routing = owned(rows, each) if rows else ExpertRouting(torch.zeros(0, each), COUNT)
     y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
     assert y.shape == (rows * each, 5)
-    assert not rows or relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
-    codes, values = given[3]
+    assert (
+        not rows or relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+    )
+    codes, values = matrices[3]
     single = fallback.prepare(codes, values, spec)
     assert all(torch.equal(value, single[name]) for name, value in select_matrix(packed, 3).items())
 
@@ -96,45 +103,45 @@ def test_matrices_that_differ_are_not_stacked():
         )
 
 
-@pytest.mark.parametrize("format_key", FORMS)
+@pytest.mark.parametrize("weight_format", FORMS)
 @pytest.mark.parametrize(("rows", "each"), [(1, 2), further(25, 1)])
-def test_every_form_in_one_launch(format_key, rows, each):
+def test_every_form_in_one_launch(weight_format, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    spec = make_spec(**FORMS[format_key], shape=(11, 256))
-    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
+    spec = make_spec(**FORMS[weight_format], shape=(11, 256))
+    matrices, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
     x, routing = rows_of(spec, rows), owned(rows, each, FEW)
     y = plane_products.grouped_matmul(x, routing, packed, GroupedMatmulSpec(spec, FEW))
     assert y.shape == (rows * each, 11)
-    assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
+    assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
 
 
 @each_value(
     ("kernel", ["matvec", "rows"]),
     (
-        "dtype, form",
+        "dtype, weight_format",
         [
             *(
-                (torch.float16, form)
-                for form in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
+                (torch.float16, weight_format)
+                for weight_format in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
             ),
-            *(further(torch.bfloat16, form) for form in ("int4", "fp8 in tiles")),
+            *(further(torch.bfloat16, weight_format) for weight_format in ("int4", "fp8 in tiles")),
         ],
     ),
 )
-def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
+def test_sixteen_bits_by_either_kernel(kernel, dtype, weight_format):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    spec = make_spec(**FORMS[form], shape=(11, 256), dtype=dtype)
-    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
+    spec = make_spec(**FORMS[weight_format], shape=(11, 256), dtype=dtype)
+    matrices, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
     x, routing = rows_of(spec, 3), owned(3, 2, FEW)
     group = GroupedMatmulSpec(spec, FEW)
     y = plane_products.launch_grouped(kernel, x, routing, packed, group)
     assert y.dtype == dtype
-    assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[dtype]
+    assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("pairs", [70, 150, 400])
@@ -144,14 +151,14 @@ def test_strips_of_any_width(pairs):
     from quantforge_kernels.gpu import plane_products
 
     spec = make_spec("int", 4, 64, False, (7, 128))
-    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0])
+    matrices, packed = stacked(spec, plane_products.GROUPED_KERNELS[0])
     index = (torch.arange(pairs) % 7).clamp(max=3)
     index[index == 1] = 3
     x, routing = rows_of(spec, pairs), ExpertRouting(index[:, None].to(DEVICE), COUNT)
     widths = {70: 16, 150: 32, 400: 64}
     assert plane_products.choose_strip_rows(pairs, COUNT) == widths[pairs]
     y = plane_products.launch_grouped("rows", x, routing, packed, GroupedMatmulSpec(spec, COUNT))
-    assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
+    assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(("out", "tile"), [(140, 128), (30, 8)])
@@ -160,13 +167,13 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
     from quantforge_kernels.gpu import plane_products
 
     spec = make_spec("fp8", 8, 128, True, (out, 256), tile)
-    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[-1])
+    matrices, packed = stacked(spec, plane_products.GROUPED_KERNELS[-1])
     x, routing = rows_of(spec, 2), owned(2, 2)
     for kernel in ("matvec", "rows"):
         y = plane_products.launch_grouped(
             kernel, x, routing, packed, GroupedMatmulSpec(spec, COUNT)
         )
-        assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
+        assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -198,22 +205,24 @@ VECTORS = [
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 @each_value(
-    ("form", VECTORS),
+    ("weight_format", VECTORS),
     (
         "limit, rows, each",
         [("avx2", 1, 3), ("avx512vnni", 3, 1), ("avx512vnni", 4, 2), ("avx2", 12, 2)],
     ),
 )
-def test_programs_of_a_processor(form, limit, rows, each, monkeypatch):
+def test_programs_of_a_processor(weight_format, limit, rows, each, monkeypatch):
     """As single products, to the bit; few pairs by one program, more of them gathered."""
     monkeypatch.setenv(instruction_sets.LIMIT_VARIABLE, limit)
     instruction_sets.best_instruction_set.cache_clear()
     packed_integers.get_product_plan.cache_clear()
     try:
-        spec = replace(make_spec(**form, shape=(37, 512), dtype=torch.bfloat16), device="cpu")
+        spec = replace(
+            make_spec(**weight_format, shape=(37, 512), dtype=torch.bfloat16), device="cpu"
+        )
         kernel = select_grouped_kernel(GroupedMatmulSpec(spec, COUNT))
         assert kernel.name == "llvm-int-grouped"
-        given, packed = stacked(spec, kernel)
+        matrices, packed = stacked(spec, kernel)
         x, routing = rows_of(spec, rows).cpu(), owned(rows, each)
         y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
         assert y.shape == (rows * each, 37)
@@ -221,7 +230,7 @@ def test_programs_of_a_processor(form, limit, rows, each, monkeypatch):
             row = x[number // each][None]
             single = packed_integers.matmul(row, select_matrix(packed, owner), spec)
             assert torch.equal(y[number], single[0])
-        assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.bfloat16]
+        assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.bfloat16]
     finally:
         instruction_sets.best_instruction_set.cache_clear()
         packed_integers.get_product_plan.cache_clear()
@@ -234,13 +243,13 @@ def test_activations_of_eight_bits_in_grouped_products(rows):
     spec = replace(spec, input_bits=8)
     kernel = select_grouped_kernel(GroupedMatmulSpec(spec, COUNT))
     assert kernel.name == "llvm-int8-grouped"
-    given, packed = stacked(spec, kernel)
+    matrices, packed = stacked(spec, kernel)
     x, routing = rows_of(spec, rows).cpu(), owned(rows, 2)
     y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
     for number, owner in enumerate(routing.expert_of_pair.tolist()):
         single = packed_integers.matmul(x[number // 2][None], select_matrix(packed, owner), spec)
         assert torch.equal(y[number], single[0])
-    assert 4e-3 < relative_error(y, wanted(spec, given, x, routing)) < 2e-2
+    assert 4e-3 < relative_error(y, wanted(spec, matrices, x, routing)) < 2e-2
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")

@@ -90,29 +90,29 @@ def test_integers(rows, bits, symmetric, shape, group):
     assert run(make_spec("int", bits, group, symmetric, shape), rows) < ROUNDING[torch.float32]
 
 
-@pytest.mark.parametrize("format_key", FORMS)
+@pytest.mark.parametrize("weight_format", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 65])
-def test_every_form(format_key, rows, monkeypatch):
+def test_every_form(weight_format, rows, monkeypatch):
     """One row, a few, and so many that slabs of the weight are decoded."""
     monkeypatch.setattr(plane_products, "SLAB_BYTES", 5 * 256 * 4)
-    spec = make_spec(**FORMS[format_key], shape=(11, 256))
+    spec = make_spec(**FORMS[weight_format], shape=(11, 256))
     assert run(spec, rows) < ROUNDING[torch.float32]
 
 
 SIXTEEN = ["int4", "int3", "int8 per row", "nf4", "nvfp4", "fp8 e5m2", "q2_k", "q4_k"]
 
 
-@pytest.mark.parametrize(  # every form with each type and each number of rows
-    ("rows", "dtype", "format_key"),
+@pytest.mark.parametrize(  # every weight_format with each type and each number of rows
+    ("rows", "dtype", "weight_format"),
     [
-        (rows, (torch.float16, torch.bfloat16)[(rows + at) // 2 % 2], form)
+        (rows, (torch.float16, torch.bfloat16)[(rows + at) // 2 % 2], weight_format)
         for rows in (1, 3)
-        for at, form in enumerate(SIXTEEN)
+        for at, weight_format in enumerate(SIXTEEN)
     ],
 )
-def test_sixteen_bits(rows, dtype, format_key):
+def test_sixteen_bits(rows, dtype, weight_format):
     """The magic numbers of one row stay as exact as the type; so do weights rounded to it."""
-    error = run(make_spec(**FORMS[format_key], shape=(24, 256), dtype=dtype), rows)
+    error = run(make_spec(**FORMS[weight_format], shape=(24, 256), dtype=dtype), rows)
     assert ROUNDING[dtype] / 40 < error < ROUNDING[dtype] * (1 if rows == 1 else 2)
 
 
@@ -139,19 +139,19 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
     scales = {"scales": torch.ones(2, 1, device=DEVICE)}
     for row in range(2):
         for index in range(least, 128):
-            one = torch.zeros_like(codes)
-            one[row, index] = codes[row, index]
+            single = torch.zeros_like(codes)
+            single[row, index] = codes[row, index]
             with pytest.raises(ValueError, match="not finite"):
-                plane_products.prepare(one, scales, spec)
+                plane_products.prepare(single, scales, spec)
     codes[:, least:] = 0
-    held = plane_products.prepare(codes, scales, spec)
-    output = plane_products.decode_weight(held, spec, torch.float32)
+    packed = plane_products.prepare(codes, scales, spec)
+    output = plane_products.decode_weight(packed, spec, torch.float32)
     assert torch.equal(output, codes.view(fallback.FLOAT8_DTYPES[grid]).float())
 
 
-@pytest.mark.parametrize("format_key", FORMS)
-def test_repacked_weights_are_as_small_as_the_file(format_key):
-    spec = make_spec(**FORMS[format_key], shape=(256, 2048))
+@pytest.mark.parametrize("weight_format", FORMS)
+def test_repacked_weights_are_as_small_as_the_file(weight_format):
+    spec = make_spec(**FORMS[weight_format], shape=(256, 2048))
     codes, parameters = weights(spec)
     held_bytes = sum(
         part.nbytes for part in plane_products.prepare(codes, parameters, spec).values()
@@ -159,11 +159,11 @@ def test_repacked_weights_are_as_small_as_the_file(format_key):
     small = {"zeros": 8 / spec.bits} | (
         {"scales": 8 / 6, "mins": 8 / 6} if spec.superblock_size else {}
     )
-    if format_key == "q2_k":
+    if weight_format == "q2_k":
         small = dict.fromkeys(("scales", "mins"), 2.0)
-    if format_key == "nvfp4":
+    if weight_format == "nvfp4":
         small = {}
-    if format_key == "q6_k":
+    if weight_format == "q6_k":
         small = {}
     stored = codes.numel() * spec.bits / 8 + sum(
         value.nbytes / small.get(name, 1) for name, value in parameters.items()
@@ -187,14 +187,14 @@ def test_nan_and_infinity_come_through(dtype, rows):
     spec = make_spec(shape=(5, 256), dtype=dtype)
     matrices, x = weights(spec), activations(spec, rows)
     x[0, 200] = float("nan")
-    held = plane_products.prepare(*matrices, spec)
-    y = plane_products.matmul(x, held, spec)
+    packed = plane_products.prepare(*matrices, spec)
+    y = plane_products.matmul(x, packed, spec)
     assert y[0].isnan().all()
     assert y[1:].isfinite().all()
     scales = matrices[1]["scales"].clone()
     scales[2, 1] = float("nan")
-    held = plane_products.prepare(matrices[0], {"scales": scales}, spec)
-    y = plane_products.matmul(activations(spec, rows), held, spec)
+    packed = plane_products.prepare(matrices[0], {"scales": scales}, spec)
+    y = plane_products.matmul(activations(spec, rows), packed, spec)
     assert y[:, 2].isnan().all()
     assert y[:, [0, 1, 3, 4]].isfinite().all()
 
@@ -206,8 +206,8 @@ def test_nan_and_infinity_come_through(dtype, rows):
 def test_any_tile_and_split_gives_the_same(kernel, tile):
     spec = make_spec("int", 4, 64, False, (37, 1600))
     matrices, x = weights(spec), activations(spec, 1 if kernel == "matvec" else 5)
-    held = plane_products.prepare(*matrices, spec)
-    y = plane_products.launch(kernel, x, held, spec, plane_products.Tile(*tile))
+    packed = plane_products.prepare(*matrices, spec)
+    y = plane_products.launch(kernel, x, packed, spec, plane_products.Tile(*tile))
     assert relative_error(y, expected(spec, matrices, x)) < ROUNDING[torch.float32]
 
 
@@ -219,12 +219,12 @@ def test_exponents_stand_for_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
     spec = make_spec("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
     matrices, x = weights(spec), activations(spec)
-    held = plane_products.prepare(*matrices, spec)
+    packed = plane_products.prepare(*matrices, spec)
     results = [
         plane_products.launch(
             "matvec",
             x,
-            held,
+            packed,
             spec,
             plane_products.Tile(8, 256, 1, 2),
             mode,
@@ -266,8 +266,8 @@ def test_eight_bit_products(rows, grid, shape, group, tile_rows):
     kind = "int8" if grid == "int" else "fp8"
     spec = make_spec(grid, 8, group, True, shape, tile_rows, activation_kind=kind)
     matrices, x = weights(spec), activations(spec, rows)
-    held = w8a8_products.prepare(*matrices, spec)
-    y = w8a8_products.matmul(x, held, spec)
+    packed = w8a8_products.prepare(*matrices, spec)
+    y = w8a8_products.matmul(x, packed, spec)
     assert y.shape == (rows, shape[0])
     if rows:
         assert relative_error(y, expected(spec, matrices, x)) < ROUNDING[torch.float32]

@@ -26,8 +26,8 @@ INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int"
 
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     """A problem, packed weights, the weight that they stand for, and activations."""
-    format_key = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
-    spec = make_spec(shape=shape, dtype=dtype, **format_key)
+    weight_format = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
+    spec = make_spec(shape=shape, dtype=dtype, **weight_format)
     codes, parameters = weights(spec)
     plain = fallback.prepare(codes, parameters, spec)
     weight = fallback.decode_rows(plain, spec, slice(None))
@@ -96,15 +96,15 @@ def test_a_row_has_the_same_bits_beside_any_others(name, monkeypatch):
         many_rows, "_has_native_arithmetic", lambda _dtype: False
     )  # no row is torch's
     # 109 rows: strips of 32, groups of 8 and of 4, and one; threads take pieces of them.
-    stated, packed, _, x = make(name, (100, 768), 109, torch.bfloat16)
+    formula_spec, packed, _, x = make(name, (100, 768), 109, torch.bfloat16)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = torch.cat([packed_integers.matmul(row[None], packed, stated) for row in x])
+        alone = torch.cat([packed_integers.matmul(row[None], packed, formula_spec) for row in x])
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            assert torch.equal(packed_integers.matmul(x, packed, stated), alone)
-            assert torch.equal(packed_integers.matmul(x[:47], packed, stated), alone[:47])
+            assert torch.equal(packed_integers.matmul(x, packed, formula_spec), alone)
+            assert torch.equal(packed_integers.matmul(x[:47], packed, formula_spec), alone[:47])
     finally:
         torch.set_num_threads(before)
 
@@ -258,10 +258,10 @@ def test_largest_codes_and_activations_do_not_overflow_eight_bits():
 
 def test_rows_of_eight_bits_have_the_same_bits_beside_any_others():
     # As many as no processor hands to torch: in tiles (AMX) that is faster for more than 64 rows.
-    stated, packed, _, x = make("int4", (100, 768), 61, torch.bfloat16)
-    stated = replace(stated, input_bits=8)
-    alone = torch.cat([packed_integers.matmul(row[None], packed, stated) for row in x])
-    assert torch.equal(packed_integers.matmul(x, packed, stated)[:8], alone[:8])
+    formula_spec, packed, _, x = make("int4", (100, 768), 61, torch.bfloat16)
+    formula_spec = replace(formula_spec, input_bits=8)
+    alone = torch.cat([packed_integers.matmul(row[None], packed, formula_spec) for row in x])
+    assert torch.equal(packed_integers.matmul(x, packed, formula_spec)[:8], alone[:8])
 
 
 def test_eight_bits_are_chosen_where_they_are_allowed():
@@ -297,8 +297,8 @@ def _refuse():
     ("group", [32, 64, 128, 256, 2048]),
 )
 def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
-    format_key = {"bits": 4, "group": group, "symmetric": symmetric}
-    spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **format_key)
+    weight_format = {"bits": 4, "group": group, "symmetric": symmetric}
+    spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **weight_format)
     codes, parameters = weights(spec)
     held_bytes = sum(
         tensor.nbytes for tensor in packed_integers.prepare(codes, parameters, spec).values()

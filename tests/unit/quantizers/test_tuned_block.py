@@ -88,19 +88,19 @@ def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
 def test_gradients_of_a_step_are_those_of_the_loss() -> None:
     module = Small(torch.device("cpu"))
     block = block_of(module, "int3:g32:sym", torch.device("cpu"))
-    states, behind = torch.randn(1, 8, 64), torch.randn(1, 8, 64)
+    states, output_gradient = torch.randn(1, 8, 64), torch.randn(1, 8, 64)
     scales = {name: block.matrices[name].scales["scales"].start for name in block.linears.matrices}
     decoded = {name: block.matrices[name].weight() for name in block.linears.matrices}
-    (first,), factors = block.backward([row(states)], lambda *_: behind, 0.0)
-    asked = [torch.zeros_like(scale, requires_grad=True) for scale in scales.values()]
-    gain, given = torch.ones(64, requires_grad=True), states.clone().requires_grad_()
+    (first,), factors = block.backward([row(states)], lambda *_: output_gradient, 0.0)
+    leaf_scales = [torch.zeros_like(scale, requires_grad=True) for scale in scales.values()]
+    gain, leaf_states = torch.ones(64, requires_grad=True), states.clone().requires_grad_()
     up, down = (
         (weight.view(*item.shape, -1) * (1 + factor)[..., None]).view_as(weight)
-        for weight, item, factor in zip(decoded.values(), scales.values(), asked, strict=True)
+        for weight, item, factor in zip(decoded.values(), scales.values(), leaf_scales, strict=True)
     )
-    normed = nn.functional.rms_norm(given, (64,)) * gain
-    outputs = given + (normed @ up.T).relu() @ down.T
-    expected = torch.autograd.grad(outputs, [given, *asked, gain], behind)
-    for result, one in zip([first, *factors], expected, strict=True):
+    normed = nn.functional.rms_norm(leaf_states, (64,)) * gain
+    outputs = leaf_states + (normed @ up.T).relu() @ down.T
+    expected = torch.autograd.grad(outputs, [leaf_states, *leaf_scales, gain], output_gradient)
+    for result, gradient in zip([first, *factors], expected, strict=True):
         assert result is not None
-        torch.testing.assert_close(result, one, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(result, gradient, rtol=1e-3, atol=1e-4)

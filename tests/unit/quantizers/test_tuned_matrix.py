@@ -60,18 +60,18 @@ def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> No
     assert (CODES in result) == (grid in EVEN or grid in INTEGERS or grid in TABLES)
     assert ("scales" in result) == ("d" in tensor.parameters)
     assert ("mins" in result) == ("dmin" in tensor.parameters)
-    for key, one in matrix.codes.items():
+    for key, learned in matrix.codes.items():
         if grid in TABLES and key == CODES:
             continue
-        low, high = one.limits
-        assert low <= int(one.start.min()) <= int(one.start.max()) <= high
-        up = one.start < high
-        moved = torch.where(up, one.start + 1, one.start)
+        low, high = learned.limits
+        assert low <= int(learned.start.min()) <= int(learned.start.max()) <= high
+        up = learned.start < high
+        moved = torch.where(up, learned.start + 1, learned.start)
         changed = {**tensor.parameters, key: moved}
         decoded = get_packer(tensor.scheme).decode(
             changed.pop(CODES, tensor.codes), changed, tensor.scheme
         )
-        change = (gradient * (decoded - tensor.decode())).reshape(*one.start.shape, -1).sum(-1)
+        change = (gradient * (decoded - tensor.decode())).reshape(*learned.start.shape, -1).sum(-1)
         torch.testing.assert_close(result[key][up], change[up], rtol=1e-3, atol=1e-4)
 
 
@@ -118,15 +118,15 @@ def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: s
 
 
 def test_a_factor_moves_as_with_the_adam_of_torch() -> None:
-    one = LearnedFactor.of(torch.ones(6), torch.float32, 0.01)
+    factor = LearnedFactor.of(torch.ones(6), torch.float32, 0.01)
     other = torch.nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.Adam([other], betas=(0.9, 0.99))
     generator = torch.Generator().manual_seed(0)
     for step in range(7):
         gradient, share = torch.randn(6, generator=generator), 1 - step / 8
-        one.step(None, share)  # nothing reached it: it stays, and so does what is remembered
-        one.step(gradient, share)
+        factor.step(None, share)  # nothing reached it: it stays, and so does what is remembered
+        factor.step(gradient, share)
         other.grad = gradient
         optimizer.param_groups[0]["lr"] = 0.01 * share
         optimizer.step()
-        torch.testing.assert_close(one.factor, other.detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(factor.factor, other.detach(), rtol=1e-5, atol=1e-7)

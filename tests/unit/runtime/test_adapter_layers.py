@@ -58,14 +58,14 @@ def test_it_is_measured_with_the_model(
     base: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, quantized = base
-    place = save_adapter(tmp_path / "a", correction(model, quantized))
+    adapter = save_adapter(tmp_path / "a", correction(model, quantized))
     measured = ("eval", model, quantized, *FEW, "--json")
     without = json.loads(command(capsys, *measured, "--no-speed").out)["models"][1]
-    document = json.loads(command(capsys, *measured, "--correction", place).out)
+    document = json.loads(command(capsys, *measured, "--correction", adapter).out)
     row = document["models"][1]
     assert document["protocol"]["correction"].startswith("a (SHA-256 ")
     assert row["kl_mean"] < 0.9 * without["kl_mean"]
-    halves = load_file(place / "adapter_model.safetensors")
+    halves = load_file(adapter / "adapter_model.safetensors")
     size = sum(value.nbytes for value in halves.values())
     assert row["weight_bytes"] == without["weight_bytes"] + size
     assert row["scheme"] == f"{without['scheme']} + rank {RANK}"

@@ -116,9 +116,9 @@ def test_caches_follow_the_beams(kind: str) -> None:
 @pytest.mark.tokens
 def test_the_other_engine_finds_the_same() -> None:
     options = BeamOptions(3, 1.0, True)
-    one = beam_search(DecoderEngine(Decoder(demo())), PROMPT, 24, options, frozenset({11}))
+    own = beam_search(DecoderEngine(Decoder(demo())), PROMPT, 24, options, frozenset({11}))
     two = beam_search(TransformersEngine(demo()), PROMPT, 24, options, frozenset({11}))
-    assert [beam.tokens for beam in one] == [beam.tokens for beam in two]
+    assert [beam.tokens for beam in own] == [beam.tokens for beam in two]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "lfm2", "falcon-h1"])
@@ -156,8 +156,8 @@ def test_two_beams_find_what_the_greedy_one_misses() -> None:
     """0.5 then 0.4 is less likely than 0.4 then 0.9."""
     chances = [[1e-9, 0.5, 0.4, 0.1], [0.4, 0.2, 0.2, 0.2], [0.9, 0.04, 0.03, 0.03], [0.25] * 4]
     table = Table(torch.tensor(chances).log().tolist())
-    (one,) = beam_search(table, [0], 2, BeamOptions(1))
-    assert one.tokens == (1, 0)
+    (greedy,) = beam_search(table, [0], 2, BeamOptions(1))
+    assert greedy.tokens == (1, 0)
     steps: list[int] = []
     best, second = beam_search(table, [0], 2, BeamOptions(2, 0.0), on_step=steps.append)
     assert steps == [2, 2]

@@ -54,8 +54,8 @@ def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
     fast, engine = logits_of(packed, monkeypatch, cache=kind)
     assert {len(step) for step in plain} == set(range(1, 8))
     assert len(plain) == len(fast)
-    for one, other in zip(plain, fast, strict=True):
-        assert torch.equal(one, other)
+    for plain_step, recorded_step in zip(plain, fast, strict=True):
+        assert torch.equal(plain_step, recorded_step)
     steps = engine._decoding_steps._steps
     assert set(steps) == {1, 2, 4, 8}
     if best_instruction_set() is not None:

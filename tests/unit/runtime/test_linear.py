@@ -107,14 +107,14 @@ def test_bfloat16_uses_programs_where_there_are_vectors(scheme, vectors, monkeyp
 def test_plain_models_load_to_the_same_logits(tiny, family):
     loaded = load(tiny(family))
     with torch.inference_mode():
-        ours, theirs = loaded.model(IDS).logits, peer(tiny(family))(IDS).logits
-    assert torch.equal(ours, theirs)
+        logits, peer_logits = loaded.model(IDS).logits, peer(tiny(family))(IDS).logits
+    assert torch.equal(logits, peer_logits)
     assert loaded.format == "plain"
     assert loaded.kernels == {"dense": 1.0}
     bits = {"bfloat16": 16, "float16": 16, "float32": 32}[FAMILIES[family][2]]
     assert loaded.bits_per_weight == loaded.bits_per_weight_total == bits
-    theirs = peer(tiny(family)).state_dict()  # of a tied head the same place
-    weights = sum({value.data_ptr(): value.numel() for value in theirs.values()}.values())
+    peer_logits = peer(tiny(family)).state_dict()  # of a tied head the same place
+    weights = sum({value.data_ptr(): value.numel() for value in peer_logits.values()}.values())
     assert loaded.weight_bytes == weights * bits // 8
 
 
@@ -142,10 +142,10 @@ def test_quantized_models_compute_what_their_codes_say(tiny, quantized, family, 
     assert loaded.kernels["reference"] > 0.5
     expected = decoded_model(tiny(family), path)
     with torch.inference_mode():
-        ours, theirs = loaded.model(IDS).logits, expected(IDS).logits
+        logits, expected_logits = loaded.model(IDS).logits, expected(IDS).logits
         source = peer(tiny(family))(IDS).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert (theirs - source).abs().max() > 1e-3  # it was rounded
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+    assert (expected_logits - source).abs().max() > 1e-3  # it was rounded
 
 
 def decoded_model(source: Path, path: Path):
@@ -164,8 +164,8 @@ def decoded_model(source: Path, path: Path):
         )
         module = model.get_submodule(layout.module)
         values = decoded(tensor)
-        turned = type(module).__name__ == "Conv1D"
-        module.weight.data.copy_(values.T if turned else values)
+        transposed = type(module).__name__ == "Conv1D"
+        module.weight.data.copy_(values.T if transposed else values)
     return model
 
 
@@ -178,8 +178,8 @@ def test_a_quantized_head_is_packed_and_counts_as_read(tiny, quantized):
     assert "int4" in loaded.scheme
     packed = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
     norms = [value for name, value in loaded.model.named_parameters() if "norm" in name]
-    held = sum(m.weight_bytes for m in packed) + sum(value.nbytes for value in norms)
-    assert loaded.read_bytes == held  # not the embedding, of which a token reads one row
+    weight_bytes = sum(m.weight_bytes for m in packed) + sum(value.nbytes for value in norms)
+    assert loaded.read_bytes == weight_bytes  # not the embedding, of which a token reads one row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

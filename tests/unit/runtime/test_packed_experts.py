@@ -66,10 +66,10 @@ def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
 
 @each_value(
     ("family", [*MIXTURES, "llama4"]),
-    ("form, scheme", [(f, s) for f, all_ in FORMS.items() for s in all_]),
+    ("format_key, scheme", [(f, s) for f, all_ in FORMS.items() for s in all_]),
 )
-def test_packed_experts_compute_what_decoded_ones_do(quantized, family, form, scheme):
-    path = quantized(family, form, scheme)
+def test_packed_experts_compute_what_decoded_ones_do(quantized, family, format_key, scheme):
+    path = quantized(family, format_key, scheme)
     packed, ours = logits(path, True)
     decoded, expected = logits(path, False)
     assert (ours - expected).abs().max() <= MOST
@@ -129,17 +129,17 @@ def test_a_token_reads_its_experts_alone(quantized):
     """4 experts, of which a token is sent to 2; the embedding is looked up."""
     model = load(quantized("mixtral", "compressed-tensors", "int4:g32:sym")).model
     experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
-    held = sum(held_bytes(module) for module in experts)
-    rest = held_bytes(model) - held - model.get_input_embeddings().weight.nbytes
+    total_bytes = sum(held_bytes(module) for module in experts)
+    rest = held_bytes(model) - total_bytes - model.get_input_embeddings().weight.nbytes
     assert len(experts) == 3
-    assert bytes_per_token(model) == rest + held // 2
+    assert bytes_per_token(model) == rest + total_bytes // 2
 
 
 def test_a_plain_mixture_reads_its_experts_alone(tiny):
     model = load(tiny("mixtral")).model
-    held = sum(v.nbytes for name, v in model.named_parameters() if ".experts." in name)
-    rest = held_bytes(model) - held - model.get_input_embeddings().weight.nbytes
-    assert bytes_per_token(model) == rest + held // 2
+    total_bytes = sum(v.nbytes for name, v in model.named_parameters() if ".experts." in name)
+    rest = held_bytes(model) - total_bytes - model.get_input_embeddings().weight.nbytes
+    assert bytes_per_token(model) == rest + total_bytes // 2
 
 
 # Modules of transformers by what they do beside the products, and how their stacks lie.
@@ -182,20 +182,22 @@ def test_every_kind_of_experts_of_transformers(kind, dtype):
     module = experts_module(kind)
     leaf = "gate_up_proj" if module.has_gate else "up_proj"
     opening = ("gate.{}", "up.{}") if module.has_gate else ("up.{}",)
-    turned = KINDS[kind].get("transposed", False)
+    transposed = KINDS[kind].get("transposed", False)
     stacks = [
-        Stack(f"mlp.experts.{leaf}", opening, turned, KINDS[kind].get("interleaved", False)),
-        Stack("mlp.experts.down_proj", ("down.{}",), turned),
+        Stack(f"mlp.experts.{leaf}", opening, transposed, KINDS[kind].get("interleaved", False)),
+        Stack("mlp.experts.down_proj", ("down.{}",), transposed),
     ]
     weights = {}
-    for one in stacks:
-        value = getattr(module, one.parameter.rpartition(".")[2])
-        for position, linear in enumerate(one.linears):
+    for stack in stacks:
+        value = getattr(module, stack.parameter.rpartition(".")[2])
+        for position, linear in enumerate(stack.linears):
             for expert in range(COUNT):
-                view = one.matrix(value, position, expert)
-                made = random_tensor("int4:g32:sym:bf16", tuple(view.shape), seed=len(weights))
-                weights[linear, expert] = made
-                view.copy_(decoded(made))
+                view = stack.matrix(value, position, expert)
+                quantized_tensor = random_tensor(
+                    "int4:g32:sym:bf16", tuple(view.shape), seed=len(weights)
+                )
+                weights[linear, expert] = quantized_tensor
+                view.copy_(decoded(quantized_tensor))
     x = torch.randn(7, HIDDEN)
     index = torch.stack([torch.randperm(COUNT)[:2] for _ in x])
     scores = torch.rand(7, 2)
@@ -257,16 +259,16 @@ def test_experts_of_spread_tokens_are_packed_where_they_compute_a_gate(other):
     spread = (torch.randn(1, 4, 8) * sent).flatten(0, 1)
     expected = module(spread)
     places = {name: (s, p) for s in stacks.values() for p, name in enumerate(s.linears)}
-    held = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
 
     def weight(linear: str, expert: int) -> torch.Tensor:
         stack, position = places[linear]
-        return stack.matrix(held[stack.parameter.removeprefix("e.")], position, expert)
+        return stack.matrix(parameters[stack.parameter.removeprefix("e.")], position, expert)
 
-    made = packed_experts(module, [*stacks.values()], weight, torch.float32, torch.device("cpu"))
-    assert (made is None) == bool(other)
-    if made is not None:
-        assert (made(spread) - expected).abs().max() <= MOST
+    packed = packed_experts(module, [*stacks.values()], weight, torch.float32, torch.device("cpu"))
+    assert (packed is None) == bool(other)
+    if packed is not None:
+        assert (packed(spread) - expected).abs().max() <= MOST
     assert torch.equal(module(spread), expected)  # what was tried is gone
 
 

@@ -265,14 +265,14 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(
         before = logits.clone()
         result = choose_tokens(together, logits)
         assert torch.equal(logits, before)
-        for row, (one, sampler) in enumerate(zip(result, alone, strict=True)):
+        for row, (token, sampler) in enumerate(zip(result, alone, strict=True)):
             weights = probabilities(sampler, logits[row])
-            assert weights[one.token] > 0
+            assert weights[token.token] > 0
             assert math.isclose(weights.sum().item(), 1, rel_tol=1e-9)
-            assert sampler.choose(logits[row]) == one
-            if one.logprob is not None:
-                assert len(one.top) == sampler.options.logprobs
-                assert all(value >= one.logprob for _, value in one.top[:1])
+            assert sampler.choose(logits[row]) == token
+            if token.logprob is not None:
+                assert len(token.top) == sampler.options.logprobs
+                assert all(value >= token.logprob for _, value in token.top[:1])
 
 
 def test_large_vocabularies_too() -> None:

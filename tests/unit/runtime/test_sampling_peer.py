@@ -31,8 +31,8 @@ def theirs(logits: torch.Tensor, prompt: list[int], options: Sampling) -> torch.
     if options.min_p:
         chain.append(peer.MinPLogitsWarper(options.min_p))
     scores = logits[None]
-    for one in chain:
-        scores = one(torch.tensor([prompt]), scores)
+    for processor in chain:
+        scores = processor(torch.tensor([prompt]), scores)
     return scores.softmax(-1)[0].double()
 
 

@@ -83,7 +83,7 @@ def test_two_ranks_give_the_logits_of_one(tiny, family):
 @pytest.mark.parametrize(
     ("format_key", "scheme"),
     usual(
-        [(form, scheme) for form in SCHEMES for scheme in SCHEMES[form]],
+        [(format_key, scheme) for format_key in SCHEMES for scheme in SCHEMES[format_key]],
         *(("compressed-tensors", scheme) for scheme in ("int4:g32:asym", "nvfp4")),
         *(("awq", "int4:g32:asym"), ("bnb", "nf4:g64:sym:double"), ("mlx", "int4:g32:min")),
     ),
@@ -113,8 +113,12 @@ def test_a_process_holds_half_of_the_blocks(rounded):
     path = rounded(scheme="int4:g32:sym")
     whole = load(path)
     table = whole.model.get_input_embeddings().weight.nbytes * 2  # and the head, as large
-    for held in on_ranks(2, lambda share: load_part(path, share).held_bytes):
-        assert (whole.held_bytes - table) / 2 <= held - table <= 0.55 * (whole.held_bytes - table)
+    for held_bytes in on_ranks(2, lambda share: load_part(path, share).held_bytes):
+        assert (
+            (whole.held_bytes - table) / 2
+            <= held_bytes - table
+            <= 0.55 * (whole.held_bytes - table)
+        )
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def test_a_ring_is_as_small_as_it_may_be():
 )
 def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
     model = decoder(family)
-    drawn = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     lengths = [(70, 50), (3, 100), (5, 110), (60, 60), (20, 60)]
-    prompts = [torch.randint(3, 300, (n,), generator=drawn).tolist() for n, _ in lengths]
+    prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n, _ in lengths]
     expected = [
         plain_text(model, prompt, StopLimits(new, cache=kind))
         for prompt, (_, new) in zip(prompts, lengths, strict=True)

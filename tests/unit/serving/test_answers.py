@@ -32,8 +32,10 @@ def test_the_text_is_that_of_the_plain_loop(stream):
             for index, prompt in enumerate(prompts):
                 for number in range(2):
                     assert result.text(2 * index + number) == letters(plain(prompt, 30))
-            one = await client.complete(prompt=[ids("abc"), ids("z7")], max_tokens=7, stream=stream)
-            assert (one.text(0), one.text(1)) == tuple(
+            completion = await client.complete(
+                prompt=[ids("abc"), ids("z7")], max_tokens=7, stream=stream
+            )
+            assert (completion.text(0), completion.text(1)) == tuple(
                 letters(plain(text, 7)) for text in ("abc", "z7")
             )
             assert (await client.complete(prompt=ids("abc"))).text() == letters(plain("abc", 16))
@@ -118,15 +120,15 @@ def test_log_probabilities_are_those_of_the_model(options):
                 await client.complete(prompt=prompts, max_tokens=5, logprobs=3, echo=True)
             ).document
             for prompt, choice in zip(prompts, result["choices"], strict=True):
-                told, text = choice["logprobs"], choice["text"]
+                logprobs, text = choice["logprobs"], choice["text"]
                 whole = ids(text.removesuffix("<end>"))
                 assert text.startswith(prompt)
-                assert told["tokens"][: len(text)] == list(text)
-                assert told["text_offset"][: len(text)] == list(range(len(text)))
-                assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+                assert logprobs["tokens"][: len(text)] == list(text)
+                assert logprobs["text_offset"][: len(text)] == list(range(len(text)))
+                assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
                 for index in range(1, len(whole)):
                     expected = graded(whole[:index])
-                    assert told["token_logprobs"][index] == pytest.approx(
+                    assert logprobs["token_logprobs"][index] == pytest.approx(
                         float(expected[whole[index]]), abs=1e-4
                     )
                     best = {
@@ -134,7 +136,7 @@ def test_log_probabilities_are_those_of_the_model(options):
                         for i in expected.topk(3).indices
                     }
                     best[LETTERS[whole[index]]] = float(expected[whole[index]])
-                    assert told["top_logprobs"][index] == pytest.approx(best, abs=1e-4)
+                    assert logprobs["top_logprobs"][index] == pytest.approx(best, abs=1e-4)
             # An answer of no token: the prompt's own figures.
             none = (
                 await client.complete(prompt=prompts, max_tokens=0, logprobs=0, echo=True)

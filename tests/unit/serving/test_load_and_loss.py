@@ -173,8 +173,8 @@ def test_time_runs_out(stream):
 def test_a_server_that_stops_ends_answers_with_an_error(stream, more):
     async def work():
         async with served(Slow(), token_budget=8, chunk=8) as client:
-            asked = body("abc", max_tokens=200, ignore_eos=True, stream=stream) | more
-            going = asyncio.ensure_future(client.post(PATH, asked))
+            request = body("abc", max_tokens=200, ignore_eos=True, stream=stream) | more
+            going = asyncio.ensure_future(client.post(PATH, request))
             await asyncio.sleep(0.1)
             client.model.engine.cancel_all()
             result = await going

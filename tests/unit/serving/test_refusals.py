@@ -137,9 +137,9 @@ def test_tokens_past_the_embedding_are_refused_by_name():
     async def work():
         async with served(template=TEMPLATE) as client:
             assert client.model.processor.tokenizer.tokenizer.add_special_tokens(["<image>"]) == 1
-            for path, body, param, said in PAST:
+            for path, body, param, message in PAST:
                 error = check_error(await client.post(path, body), 400)
-                assert said in error["message"], error
+                assert message in error["message"], error
                 assert "which has 61 rows" in error["message"]
                 assert error["param"] == param
             good = await client.complete(prompt="ab", stop="<image>", max_tokens=3)

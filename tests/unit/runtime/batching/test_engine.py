@@ -44,15 +44,15 @@ def until_idle(engine, most=3000):
 
 def run(engine):
     """Return how each request finished, and the new tokens as they were told."""
-    finished, told = {}, {}
+    finished, streamed = {}, {}
     for happened in until_idle(engine):
         assert happened.id not in finished
         if isinstance(happened, NewToken):
-            assert happened.place == len(told.setdefault(happened.id, []))
-            told[happened.id].append(happened.token)
+            assert happened.place == len(streamed.setdefault(happened.id, []))
+            streamed[happened.id].append(happened.token)
         else:
             finished[happened.id] = happened
-    return finished, told
+    return finished, streamed
 
 
 REQUESTS = [GenerationRequest(str(n), prompt(length, n), new) for n, (length, new) in enumerate(
@@ -69,9 +69,9 @@ def test_every_request_gets_its_tokens(options):
     engine = ServingEngine(decoder, EngineOptions(**{**ROOM, **options}))
     for request in REQUESTS:
         engine.submit(request)
-    finished, told = run(engine)
+    finished, streamed = run(engine)
     for request in REQUESTS:
-        assert told[request.id] == alone(request)
+        assert streamed[request.id] == alone(request)
         assert finished[request.id] == Finished(
             request.id, FinishReason.LENGTH, tuple(alone(request))
         )
@@ -87,10 +87,10 @@ def test_pages_that_run_out_are_taken_from_the_youngest():
     requests = [GenerationRequest(name, prompt(30, n), 200) for n, name in enumerate("abc")]
     for request in requests:
         engine.submit(request)
-    finished, told = run(engine)
+    finished, streamed = run(engine)
     assert engine.counters.preemptions > 0
     assert list(finished) == ["a", "b", "c"]
-    assert told == {request.id: alone(request) for request in requests}
+    assert streamed == {request.id: alone(request) for request in requests}
 
 
 def test_prompts_are_cut_so_that_others_go_on():
@@ -150,18 +150,18 @@ def test_what_can_never_fit_is_refused():
 def test_prompts_are_scored_once(options):
     """Log-probabilities of all tokens but the first, in order, also where they are computed again."""
     engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}))
-    asked = [GenerationRequest(str(n), prompt(100, 0)[:length], 90, prompt_logprobs=n)
+    requests = [GenerationRequest(str(n), prompt(100, 0)[:length], 90, prompt_logprobs=n)
              for n, length in enumerate((30, 1, 40, 100))]  # fmt: skip
-    for request in asked:
+    for request in requests:
         engine.submit(request)
-    told = {request.id: [] for request in asked}
+    scores_of = {request.id: [] for request in requests}
     for happened in until_idle(engine):
         if isinstance(happened, PromptScored):
-            assert happened.first == len(told[happened.id]) + 1
-            told[happened.id] += happened.tokens
+            assert happened.first == len(scores_of[happened.id]) + 1
+            scores_of[happened.id] += happened.tokens
     assert (engine.counters.preemptions > 0) == ("pages" in options)
-    for number, request in enumerate(asked):
-        scores = told[request.id]
+    for number, request in enumerate(requests):
+        scores = scores_of[request.id]
         assert [score.token for score in scores] == list(request.ids[1:])
         for index, score in enumerate(scores, 1):
             logits = torch.zeros(VOCABULARY)
@@ -234,9 +234,9 @@ def test_drafts_change_no_completion(options, shape):
     engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}), drafted(shape))
     for request in requests:
         engine.submit(request)
-    finished, told = run(engine)
+    finished, streamed = run(engine)
     for request in requests:
-        assert told[request.id] == alone(request) == list(finished[request.id].tokens)
+        assert streamed[request.id] == alone(request) == list(finished[request.id].tokens)
     counters, counts = engine.counters, engine.counters.speculation
     assert counters.pages_free == counters.pages
     if options.get("token_budget") == 4:  # one for each row: none is left for drafts

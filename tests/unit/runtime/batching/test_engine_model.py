@@ -147,14 +147,14 @@ def test_drawn_completions_with_drafts_are_those_of_each_request_alone():
     for arguments in (None, speculative):
         engine = ServingEngine(speculative.decoder, EngineOptions(rows=4, tokens=200), arguments)
         for number, request in enumerate(requests()):
-            drawn = Sampling(temperature=0.9, top_p=0.9, seed=number, logprobs=1)
-            engine.submit(replace(request, sampling=drawn))
-        told = {}
+            sampling = Sampling(temperature=0.9, top_p=0.9, seed=number, logprobs=1)
+            engine.submit(replace(request, sampling=sampling))
+        streamed = {}
         while not engine.idle:
-            for one in engine.step():
-                if isinstance(one, NewToken):
-                    told.setdefault(one.id, []).append(one.token)
-        results.append(told)
+            for event in engine.step():
+                if isinstance(event, NewToken):
+                    streamed.setdefault(event.id, []).append(event.token)
+        results.append(streamed)
     assert results[0] == results[1]
     assert engine.counters.speculation.accepted > 10
 

@@ -42,9 +42,9 @@ def check_pages(engine):
     """Check that every page is free or one row's, and holds what the row has written."""
     cache = engine.cache
     rows = {entry.row: entry for entry in engine._scheduler.running}
-    held = [page for row in range(cache.sequences) for page in cache.pages_of(row)]
-    assert len(set(held)) == len(held)
-    assert cache.free_pages == cache.pages - len(held)
+    held_pages = [page for row in range(cache.sequences) for page in cache.pages_of(row)]
+    assert len(set(held_pages)) == len(held_pages)
+    assert cache.free_pages == cache.pages - len(held_pages)
     for row in range(cache.sequences):
         pages, length = cache.pages_of(row), cache.length(row)
         assert row in rows or not pages
@@ -85,11 +85,11 @@ def test_any_schedule(options, arrivals, cancelled, shape):
     assert engine.idle, "a request starves"
     assert set(finished) == {request.id for _, request in requests}
     for _, request in requests:
-        one, expected = finished[request.id], tuple(alone(request))
+        completion, expected = finished[request.id], tuple(alone(request))
         if request.id in away:
-            assert one.reason == FinishReason.CANCELLED
-            assert one.tokens == expected[: len(one.tokens)]
+            assert completion.reason == FinishReason.CANCELLED
+            assert completion.tokens == expected[: len(completion.tokens)]
         else:
-            assert one.tokens == expected
+            assert completion.tokens == expected
     counters = engine.counters
     assert counters.pages_free == counters.pages

@@ -173,9 +173,9 @@ def test_names_of_other_tools_are_known(model, medusa, tmp_path):
     config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": 2}
     embedding = model.get_input_embeddings().weight
     result = read_medusa(open_draft_heads(write(tmp_path / "m", config, other)), embedding)
-    for one, two in zip(result, read_medusa(open_draft_heads(medusa), embedding), strict=True):
+    for first, second in zip(result, read_medusa(open_draft_heads(medusa), embedding), strict=True):
         x = noise(2, embedding.shape[1])
-        assert torch.equal(one.logits(x), two.logits(x))
+        assert torch.equal(first.logits(x), second.logits(x))
 
 
 def rms(x, weight):

@@ -45,8 +45,12 @@ def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     draft = quantize_draft(model, "int2")
     assert draft.get_input_embeddings().weight is model.get_input_embeddings().weight
-    one, two = (part.get_submodule("model.layers.0.self_attn.q_proj") for part in (model, draft))
-    error = (recover_weight(one) - recover_weight(two)).norm() / recover_weight(one).norm()
+    original, rounded = (
+        part.get_submodule("model.layers.0.self_attn.q_proj") for part in (model, draft)
+    )
+    error = (recover_weight(original) - recover_weight(rounded)).norm() / recover_weight(
+        original
+    ).norm()
     assert 0.1 < float(error) < 0.6  # two bits are coarse, and not nothing
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
 
@@ -58,9 +62,11 @@ def test_a_packed_model_is_rounded_further(tmp_path) -> None:
     model = load(tmp_path / "q").model
     draft = quantize_draft(model, "int2")
     name = "model.layers.0.self_attn.q_proj"
-    one, two = (part.get_submodule(name) for part in (model, draft))
-    assert (one.problem.bits, two.problem.bits) == (4, 2)
-    error = (recover_weight(one) - recover_weight(two)).norm() / recover_weight(one).norm()
+    original, rounded = (part.get_submodule(name) for part in (model, draft))
+    assert (original.problem.bits, rounded.problem.bits) == (4, 2)
+    error = (recover_weight(original) - recover_weight(rounded)).norm() / recover_weight(
+        original
+    ).norm()
     assert 0.1 < float(error) < 0.6
     options = {"raw": True, "max_tokens": 20}
     plain = quantforge.generate(tmp_path / "q", PROMPT, **options)

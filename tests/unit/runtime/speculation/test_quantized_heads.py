@@ -88,10 +88,12 @@ def test_whatever_is_no_linear_is_carried(heads, tmp_path, kind):
     assert {f"{name}.weight" for name in LINEARS[kind]} == before.keys() - kept
     for name in kept:
         assert torch.equal(after[name], before[name])
-    said, was = (json.loads((path / "config.json").read_text()) for path in (out, source))
-    assert {key: said[key] for key in was} == was
+    config, source_config = (
+        json.loads((path / "config.json").read_text()) for path in (out, source)
+    )
+    assert {key: config[key] for key in source_config} == source_config
     if kind == "eagle":
-        ignored = said["quantization_config"]["ignore"]
+        ignored = config["quantization_config"]["ignore"]
         assert {"fc", "model.fc", "lm_head"} <= set(ignored)
 
 

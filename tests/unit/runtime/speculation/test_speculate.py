@@ -58,9 +58,9 @@ class Scripted(Drafter):
         self.truth, self.wrong, self.asked = truth, wrong_every, 0
 
     def draft(self, history, most, sampler):
-        behind = self.truth[len(history) : len(history) + most]
+        following = self.truth[len(history) : len(history) + most]
         results = []
-        for token in behind:
+        for token in following:
             self.asked += 1
             results.append(token if self.asked % self.wrong else (token + 1) % 100)
         return chain(results)
@@ -122,19 +122,21 @@ def test_copies_what_followed():
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
 def test_copies_are_those_of_a_search(history, most, data):
     """Growing by any steps, the table finds what a search through the whole text finds."""
-    drafter, place = NgramDrafter((1,) * most, lengths=(3, 2, 1)), 0
-    while place < len(history):
-        place = data.draw(st.integers(place + 1, len(history)))
-        seen, expected = history[:place], []
+    drafter, position = NgramDrafter((1,) * most, lengths=(3, 2, 1)), 0
+    while position < len(history):
+        position = data.draw(st.integers(position + 1, len(history)))
+        seen, expected = history[:position], []
         for length in (3, 2, 1):
             ends = [
-                e for e in range(length, place) if seen[e - length : e] == seen[place - length :]
+                e
+                for e in range(length, position)
+                if seen[e - length : e] == seen[position - length :]
             ]
-            if length <= place and ends:
+            if length <= position and ends:
                 copied = list(seen)
                 for step in range(most):
                     copied.append(copied[ends[-1] + step])
-                expected = copied[place:]
+                expected = copied[position:]
                 break
         assert drafter.draft(seen, most, RowSampler(Sampling())).tokens == expected
 
@@ -159,30 +161,30 @@ def test_expected_tokens():
 
 def played(pace, chance, cost, tokens=600, seed=0):
     """Return the seconds per token, and what every pass drafted, on a machine whose passes take ``cost(k)``."""
-    draw, made, seconds, requested = random.Random(seed), 0, 0.0, []
-    while made < tokens:
+    draw, accepted, seconds, lengths = random.Random(seed), 0, 0.0, []
+    while accepted < tokens:
         k = pace.next_length()
-        requested.append(k)
+        lengths.append(k)
         right = 0
         while right < k and draw.random() < chance:
             right += 1
         pace.record_time(k, cost(k))
         pace.record_acceptance(right, missed=right < k)
         seconds += cost(k)
-        made += right + 1
-    return seconds / made, requested
+        accepted += right + 1
+    return seconds / accepted, lengths
 
 
 def test_pace_turns_itself_off_where_drafts_do_not_pay():
-    seconds, asked = played(DraftLengthController(8), 0.05, lambda k: 1 + 0.3 * k)
+    seconds, lengths = played(DraftLengthController(8), 0.05, lambda k: 1 + 0.3 * k)
     assert seconds < 1.03
-    assert asked[-50:].count(0) >= 48
+    assert lengths[-50:].count(0) >= 48
 
 
 def test_pace_drafts_many_where_they_are_right():
-    seconds, asked = played(DraftLengthController(8), 0.97, lambda k: 1 + 0.05 * k)
+    seconds, lengths = played(DraftLengthController(8), 0.97, lambda k: 1 + 0.05 * k)
     assert seconds < 1.15 * (1 + 0.05 * 8) / expected_tokens(0.97, 8)
-    assert max(asked) == 8
+    assert max(lengths) == 8
 
 
 def test_pace_comes_back_when_the_text_changes():

@@ -118,8 +118,8 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
         tree.add(parent, token)
     path = [1, 2, 5]
     paged_cache, expected = decoder.cache(1, 100, kind), decoder.cache(1, 100, kind)
-    for one in (paged_cache, expected):
-        one.reserve(0, 100)
+    for first in (paged_cache, expected):
+        first.reserve(0, 100)
     with torch.inference_mode():
         decoder.hidden_of_spans(torch.tensor(ids[:31]), [Span(0, 31)], paged_cache)
         decoder.hidden_of_spans(
@@ -129,12 +129,12 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
         decoder.hidden_of_spans(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], expected)
     assert paged_cache.length(0) == paged_cache.lengths[0] == 34
     for layer in range(len(paged_cache.layers)):
-        for one, two in zip(
+        for first, second in zip(
             paged_cache.read(layer, paged_cache.table),
             expected.read(layer, expected.table),
             strict=True,
         ):
-            error = (one[0, :34] - two[0, :34]).abs().max() / two[0, :34].abs().max()
+            error = (first[0, :34] - second[0, :34]).abs().max() / second[0, :34].abs().max()
             assert error < (1e-4 if kind in {"", "bf16"} else 0.15)  # else a code may flip
 
 
