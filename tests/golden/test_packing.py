@@ -116,14 +116,14 @@ def slow_gptq(packed, bits, shape, offset):
 
 
 @each_value(
-    ("format_key", [gptq, gptq_v2]),
+    ("layout", [gptq, gptq_v2]),
     ("bits", [2, 3, 4, 8]),
     ("kind", ["g32:sym", "g32:asym", "row:sym"]),
 )
-def test_gptq_means_what_a_slow_reader_reads(format_key, bits, kind):
-    tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=format_key.MIN_ZERO_POINT)
-    packed = format_key.pack("m", tensor)
-    read = slow_gptq(packed, bits, (32, 64), offset=1 if format_key is gptq else 0)
+def test_gptq_means_what_a_slow_reader_reads(layout, bits, kind):
+    tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=layout.MIN_ZERO_POINT)
+    packed = layout.pack("m", tensor)
+    read = slow_gptq(packed, bits, (32, 64), offset=1 if layout is gptq else 0)
     assert torch.equal(torch.tensor(read, dtype=torch.float64).float(), decoded(tensor))
 
 
