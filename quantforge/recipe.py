@@ -108,7 +108,10 @@ class AwqOptions:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The part of a recipe that methods use: how scales are chosen, and the options of each method."""
+    """The part of a recipe that methods use: how scales are chosen, and the options of each method.
+
+    Every field has the name of the field of `Recipe` that it is copied from.
+    """
 
     scales: str = "search"  # as of `Recipe`
     gptq: GptqOptions = field(default_factory=GptqOptions)
@@ -234,7 +237,7 @@ class Recipe:
     @property
     def rounding(self) -> Rounding:
         """Return the part of the recipe that methods use."""
-        return Rounding(self.scales, self.gptq, self.awq)
+        return Rounding(**{item.name: getattr(self, item.name) for item in fields(Rounding)})
 
     def to_toml(self) -> str:
         """Return the recipe as TOML with every key, in the order of the classes."""

@@ -21,6 +21,7 @@ from quantforge.artifacts.card import (
     code,
     first,
     front_matter,
+    hub_library,
     kept_experts_text,
     origin,
     source_card_fields,
@@ -201,7 +202,7 @@ def write_folder_card(
         base_name = base_model(base, document, source.config)
         fields = front_matter(
             base_name,
-            info.hub_library,
+            hub_library(plan),
             [plan.format],
             source_card_fields(source.card),
             tuned=bool(recorded_adapters(document)),

@@ -46,10 +46,9 @@ def model_card(
         source_card: the source's own card, or None.
         chat: whether the result has a chat template.
     """
-    format_info = load_format(plan.format).INFO
     fields = front_matter(
         base,
-        format_info.hub_library,
+        hub_library(plan),
         [plan.format],
         source_card_fields(source_card),
         tuned=bool(recorded_adapters(document)),
@@ -344,6 +343,13 @@ def base_model(given_name: str, document: Mapping[str, Any], config: Mapping[str
     return next((name for name in known_names if isinstance(name, str) and is_hub_name(name)), "")
 
 
+def hub_library(plan: Plan) -> str:
+    """Return the library that loads a result, as named by the hub; "" if no engine loads it."""
+    if all(verdict.loads is False for verdict in plan.engines):
+        return ""
+    return load_format(plan.format).INFO.hub_library
+
+
 def front_matter(
     base: str, library: str, tags: list[str], source_fields: Mapping[str, Any], *, tuned: bool
 ) -> str:
@@ -351,7 +357,7 @@ def front_matter(
 
     Args:
         base: name of the original model on the hub, or "".
-        library: library that loads the result, as named by the hub.
+        library: library that loads the result, as named by the hub; "" if none does.
         tags: tags in addition to QuantForge's.
         source_fields: fields of the source's card, see `source_card_fields`.
         tuned: whether an adapter was merged into the base.
@@ -361,6 +367,7 @@ def front_matter(
     # The hub allows one relation: with a merged adapter the result is more than a quantization of the base.
     relation = "finetune" if tuned else "quantized"
     base_fields = {"base_model": base, "base_model_relation": relation} if base else {}
-    fields = {**base_fields, "library_name": library, "pipeline_tag": _TASK, **source_fields}
+    library_fields = {"library_name": library} if library else {}
+    fields = {**base_fields, **library_fields, "pipeline_tag": _TASK, **source_fields}
     data = ModelCardData(**fields, quantized_by=_QUANTIZED_BY, tags=[_QUANTIZED_BY, *tags])
     return str(data.to_yaml())

@@ -160,6 +160,14 @@ def flag_of(name: str) -> str:
     return RECIPE_OPTIONS[name].flag or f"--{name.replace('_', '-')}"
 
 
+def _help_group(name: str) -> str:
+    """Return the group of an option in ``--help``; raise `RuntimeError` if `HELP_GROUPS` does not have the option."""
+    for group, option_names in HELP_GROUPS.items():
+        if name in option_names:
+            return group
+    raise RuntimeError(f"option '{name}' is in no group of HELP_GROUPS in choices.py")
+
+
 def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
     """Yield function parameters for recipe options; their default is None, or False for switches."""
     defaults = Recipe()
@@ -185,9 +193,7 @@ def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
             max=maximum if choice.most else None,
             show_default=False,
             autocompletion=COMPLETERS.get(name),
-            rich_help_panel=next(
-                group for group, option_names in HELP_GROUPS.items() if name in option_names
-            ),
+            rich_help_panel=_help_group(name),
         )
         annotation = value_type if value_type is bool else value_type | None
         yield inspect.Parameter(

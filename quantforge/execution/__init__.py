@@ -22,7 +22,7 @@ In this folder:
     calibration         Calibration data of a run: draw rows from a source, check them against the plan
     candidate_errors    Estimate the output error of candidate schemes for each linear, in nats per token
     claims              Claims: processes that share a run claim its units by renaming directories
-    data_free           Data-free units: copy unquantized tensors and round the rest to nearest
+    data_free           Data-free units: copy unquantized tensors and round the rest without statistics
     execute             Carry out a plan block by block, writing directly to the preallocated files of a stage
     expert_saliency     Saliency of experts, by which ``--prune-experts`` chooses the experts to remove
     guide               Guided rounding: weight calibration tokens by output gradients

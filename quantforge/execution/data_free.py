@@ -1,4 +1,4 @@
-"""Data-free units: copy unquantized tensors and round the rest to nearest, a strip of rows at a time.
+"""Data-free units: copy unquantized tensors and round the rest without statistics, a strip of rows at a time.
 
 If each row has its own parameters, rounding in strips gives the same codes, and memory does not depend on the size of a
 matrix. Strips end at head boundaries if the rows of a head are reordered when they are written.
@@ -27,7 +27,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import STRIP_ELEMENTS, can_round_in_strips
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.progress import report_step
-from quantforge.quantizers import RTN, Rounded, load_rounder
+from quantforge.quantizers import RTN, Rounded, is_data_free, load_rounder
 from quantforge.quantizers.rtn import error_importance, row_squares
 
 if TYPE_CHECKING:
@@ -36,13 +36,18 @@ if TYPE_CHECKING:
 
 
 class DataFreeRounder:
-    """Rounds and writes units without calibration data, using the matrix rounder ``rounding``."""
+    """Rounds and writes units without calibration data, using the matrix rounder ``rounding``.
+
+    The matrices are rounded by the rounder of the plan if it is data-free, and to nearest otherwise.
+    """
 
     def __init__(self, rounding: MatrixRounder) -> None:
         self._rounding = rounding
+        planned_rounder = rounding.planned.plan.rounder
+        self._rounder = planned_rounder if is_data_free(planned_rounder) else RTN
 
     def round_unit(self, unit: Unit) -> Record:
-        """Copy the unquantized tensors of a unit and round the others to nearest; return its record.
+        """Copy the unquantized tensors of a unit and round the others; return its record.
 
         Errors as `execute.execute`.
         """
@@ -71,11 +76,11 @@ class DataFreeRounder:
         group, source = jointly_rounded(tensor, self._rounding.planned.plan), self._rounding.source
         weights = {member.name: source.weight(member) for member in group}
         statistics = self._rounding.importance_statistics(tensor)
-        rounded = self._rounding.round(weights, statistics, RTN)
+        rounded = self._rounding.round(weights, statistics, self._rounder)
         return self._rounding.write(rounded, weights, statistics)
 
     def _round_in_strips(self, tensors: Iterable[TensorPlan], background: BackgroundTask) -> Record:
-        """Round matrices to nearest strip by strip; return their record.
+        """Round matrices strip by strip; return their record.
 
         Each strip is written at once, or the assembled matrix if the file does not store rows.
         """
@@ -104,9 +109,8 @@ class DataFreeRounder:
 
         def rounded(weight: Tensor) -> Rounded:
             weights, schemes = {tensor.name: weight}, {tensor.name: scheme.weight}
-            return load_rounder(RTN).round_matrices(weights, statistics, schemes, rounding)[
-                tensor.name
-            ]
+            rounder = load_rounder(self._rounder)
+            return rounder.round_matrices(weights, statistics, schemes, rounding)[tensor.name]
 
         def write(first: int, rows: QuantizedTensor) -> None:
             background.wait()

@@ -134,10 +134,11 @@ class FormatInfo:
 
     Attributes:
         engine_packages: extra Python packages that an engine needs to load the format, by engine.
-        hub_library: ``library_name`` for model cards on the Hugging Face Hub.
+        hub_library: ``library_name`` for model cards on the Hugging Face Hub, left out if no engine loads the result.
         example_schemes: schemes shown in the table of conversions; empty if the format stores no codes.
         fuses_shared_inputs: whether engines fuse linears that read the same input (q, k, v), which then must share some
             parameters.
+        fused_scale_suffixes: name suffixes of the stored scales, one number each, that must be equal in fused linears.
         holds_kv_scales: whether the files can hold scales of a KV cache.
         group_index_suffix: name suffix of the tensor with the group of each column (act-order); "" if there is none.
         single_group_size: whether the configuration has a single group size for the whole model.
@@ -157,6 +158,7 @@ class FormatInfo:
     hub_library: str = "transformers"
     example_schemes: tuple[str, ...] = ()
     fuses_shared_inputs: bool = True
+    fused_scale_suffixes: tuple[str, ...] = ()
     holds_kv_scales: bool = False
     group_index_suffix: str = ""
     single_group_size: bool = False

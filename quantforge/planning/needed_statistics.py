@@ -16,7 +16,7 @@ from quantforge.model.statistics import Statistic, statistics_for_inputs
 from quantforge.planning.peak_memory import spread_experts
 from quantforge.planning.weight_traffic import experts_per_token
 from quantforge.plans import Action
-from quantforge.quantizers import RTN, needs, parse_method, source_transforms
+from quantforge.quantizers import RTN, is_data_free, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 
 if TYPE_CHECKING:
@@ -38,14 +38,19 @@ class NeededStatistics:
         return (*transforms, rounder)
 
     @property
+    def is_data_free(self) -> bool:
+        """Return whether the method is a rounder alone, and one that needs no statistics."""
+        return len(self.method_words) == 1 and is_data_free(self.method_words[0])
+
+    @property
     def needs_declarations(self) -> bool:
         """Return whether the method or KV cache needs to know which linears read the same activation."""
-        return self.method_words != _RTN_ALONE or self.recipe.kv_cache != "none"
+        return not self.is_data_free or self.recipe.kv_cache != "none"
 
     @property
     def declarations_needed_by(self) -> str:
         """Return the name of what needs declarations, for `needs_architecture`."""
-        return MEASURED_INPUTS if self.method_words == _RTN_ALONE else self.recipe.method
+        return MEASURED_INPUTS if self.is_data_free else self.recipe.method
 
     @property
     def has_importance_file(self) -> bool:
@@ -61,10 +66,10 @@ class NeededStatistics:
         """
         needed = needs(self.recipe.method, importance=self.recipe.rounding.weighs)
         if model_layout.architecture is None:
-            if self.method_words != _RTN_ALONE:
+            if not self.is_data_free:
                 raise needs_architecture(model_layout, self.recipe.method)
             needed = frozenset()  # nothing is known of activations
-        if self.method_words == _RTN_ALONE and (
+        if self.is_data_free and (
             self.has_importance_file or self.recipe.calibration.source == NO_DATA
         ):
             needed = frozenset()  # importance is from a file, or all columns are alike

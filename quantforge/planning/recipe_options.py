@@ -87,14 +87,18 @@ def place_of(name: str) -> tuple[str, Any]:
 
     Raises:
         UsageError: no option has that name; the nearest one is suggested.
+        RuntimeError: the option has that name, but no field of a recipe does (a line of `PLACES` is missing).
     """
     check_names([name], RecipeOptions.__annotations__)
     path = PLACES.get(name, name)
-    owner: Any = Recipe
-    *tables, field = path.split(".")
-    for table in tables:
-        owner = _types(owner)[table]
-    return path, _types(owner)[field]
+    kind: Any = Recipe
+    for field in path.split("."):
+        if field not in _types(kind):
+            raise RuntimeError(
+                f"option '{name}': '{path}' is not a field of Recipe; PLACES in recipe_options.py needs a line for it"
+            )
+        kind = _types(kind)[field]
+    return path, kind
 
 
 @cache

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from quantforge.recipe import Rounding
     from quantforge.scheme import LayerScheme, Scheme
 
-RTN = "rtn"  # the data-free rounder: used if a method names none, and without statistics
+RTN = "rtn"  # the default data-free rounder: used if a method names none, or one that needs missing statistics
 # Measured best: GPTQ on most grids, AWQ+GPTQ on integers below 8 bits
 GPTQ, AWQ_GPTQ = "gptq", "awq+gptq"
 
@@ -316,6 +316,11 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     if importance and Statistic.HESSIAN not in needed:
         needed |= {Statistic.SQUARES}
     return needed
+
+
+def is_data_free(rounder: str) -> bool:
+    """Return whether a rounder needs no statistics of the inputs of a layer."""
+    return not METHODS[rounder].needs
 
 
 def load_rounder(name: str) -> Rounder:

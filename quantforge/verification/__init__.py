@@ -13,7 +13,7 @@ In this folder:
     opening        Open an artifact and the source it was made from, so that they can be compared tensor by tensor
     rounding       Measure the error of a quantized matrix, relative to the error of rounding the same matrix to nearest
     side_files     Compare configuration, tokenizer, chat templates and generation settings with the source's
-    structure      Check tensor headers, configuration and tokenizer against each other, without reading values
+    structure      Check tensor headers, configuration and tokenizer against each other; of values
     tensors        Check every tensor of an artifact: readable, finite, and equal to the source's up to rounding
     verify         Verify an artifact: files, structure, tensors and logits, in this order, as far as it can be read
 """

@@ -21,7 +21,7 @@ CHECKS: Mapping[str, str] = {
     "incomplete": "every tensor of the model is there once, in the right shape",
     "nothing-quantized": "if the configuration declares a quantization, something is quantized",
     "ignore-list": "the configuration lists exactly the layers that are left unquantized",
-    "fused-layers": "layers that engines load as one matrix (q, k and v; gate and up) have one scheme",
+    "fused-layers": "layers that engines load as one matrix (q, k, v; gate, up) share their scheme and global scale",
     "vocabulary": "every token has a row in the embedding",
     "settings": "configuration, tokenizer and generation settings agree with each other",
     "unexpected-files": "no extra file is there that a loader would read or run",

@@ -1,10 +1,11 @@
-"""Check tensor headers, configuration and tokenizer against each other, without reading values.
+"""Check tensor headers, configuration and tokenizer against each other; of values, only a few scales are read.
 
 A contradiction is an error if no loader can load the model correctly, and a warning if some loaders do.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from quantforge.architectures.match import MatchedTensor, Role
@@ -12,6 +13,7 @@ from quantforge.engines import target_of
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES, parse_object
 from quantforge.files.reader import CONFIG_FILE
+from quantforge.formats import ModuleLayout
 from quantforge.formats.configuration import head_module, quantization_config
 from quantforge.formats.declared_quantization import quantization_predicate
 from quantforge.formats.decoded import decode_checkpoint
@@ -32,7 +34,7 @@ MAX_SHOWN_NAMES = 6  # names listed in a finding
 def check_structure(
     report: Report, artifact: Artifact, engine: str | None, source: SourceModel | None = None
 ) -> None:
-    """Make all checks that need no values.
+    """Make all checks of the structure.
 
     Args:
         report: gets the findings.
@@ -103,19 +105,23 @@ def _quantized_by_module(artifact: Artifact) -> dict[str, bool | None]:
 
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
-    """Check that matrices that engines join have the same scheme.
+    """Check that matrices that engines join have the same scheme, and the same scale where the joined one has one.
 
-    Transformers does not join them, other engines do.
+    Transformers does not join them, other engines do. vLLM takes the largest of several global scales for all of them,
+    with a warning in its log, and so computes with other weights than the file holds.
     """
     if not artifact.format.INFO.fuses_shared_inputs:
         report.skip("engines of the format load every matrix separately", "fused-layers")
         return
     schemes: dict[str, dict[str, str]] = {}
+    scales: dict[str, dict[str, float]] = {}
     for tensor in artifact.model_layout.tensors:
         if tensor.role is Role.LINEAR and tensor.shared_input:
             layout = artifact.layout(tensor)
             scheme = str(layout.scheme) if layout else "not quantized"
             schemes.setdefault(tensor.shared_input, {})[_module_name(tensor)] = scheme
+            for suffix, scale in _fused_scales(artifact, layout).items():
+                scales.setdefault(tensor.shared_input + suffix, {})[_module_name(tensor)] = scale
     severity = Severity.WARNING if engine in {None, TRANSFORMERS} else Severity.ERROR
     for modules in schemes.values():
         if len(set(modules.values())) > 1:
@@ -124,6 +130,32 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
             )
             text = f"vLLM and others load these as one matrix and need one scheme: {text}"
             report.add("fused-layers", next(iter(modules)), text, severity)
+    for key, module_scales in scales.items():
+        if len(set(module_scales.values())) > 1:
+            text = ", ".join(
+                f"{name.rpartition('.')[2]} {scale:g}" for name, scale in module_scales.items()
+            )
+            suffix = next(s for s in artifact.format.INFO.fused_scale_suffixes if key.endswith(s))
+            text = f"vLLM and others load these as one matrix and need one {suffix[1:]}: {text}"
+            report.add("fused-layers", next(iter(module_scales)), text, severity)
+
+
+def _fused_scales(artifact: Artifact, layout: ModuleLayout | None) -> dict[str, float]:
+    """Return the scales of a quantized linear that must be equal in fused linears, by suffix.
+
+    Scales that cannot be read are left out: the checks of tensors report them.
+    """
+    scales: dict[str, float] = {}
+    if layout is None:
+        return scales
+    for suffix in artifact.format.INFO.fused_scale_suffixes:
+        name = f"{layout.module}{suffix}"
+        if name in layout.tensor_names:
+            with suppress(InputError):
+                value = artifact.checkpoint.read(name)
+                if value.numel() == 1:
+                    scales[suffix] = float(value)
+    return scales
 
 
 def _check_vocabulary(report: Report, artifact: Artifact) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 import typer
 
+from quantforge import recipe
 from quantforge.api import export
 from quantforge.cli import choices
 from quantforge.cli.app import app
@@ -52,6 +53,38 @@ def test_every_field_of_a_recipe_has_one_option_or_none_by_decision() -> None:
     assert {*stand_for, *IN_FILES_ALONE} == {*places()}
     assert not IN_FILES_ALONE & {*stand_for}
     assert LIMITS.keys() <= {*places()}
+
+
+def test_numbers_of_a_recipe_have_limits() -> None:
+    """Other numbers are checked by their table, which `LIMITS` cannot say: between 0 and 1, both excluded."""
+    numbers = {place for place in places() if kinds(_hint(place)) & {int, float}}
+    assert numbers - LIMITS.keys() == {"gptq.damping"}
+
+
+def _hint(place: str) -> Any:
+    kind: Any = Recipe
+    for field in place.split("."):
+        kind = get_type_hints(kind)[field]
+    return kind
+
+
+def test_methods_get_every_field_of_a_rounding_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    larger = make_dataclass("Rounding", [("effort", str), ("scales", str, "search")])
+    monkeypatch.setattr(recipe, "Rounding", larger)
+    rounding: Any = Recipe(effort="high", scales="absmax").rounding
+    assert (rounding.effort, rounding.scales) == ("high", "absmax")
+
+
+def test_an_option_that_a_table_lacks_is_named_with_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RecipeOptions.__annotations__, "hqq_steps", "int | None")
+    with pytest.raises(RuntimeError, match=r"'hqq_steps'.*PLACES in recipe_options\.py"):
+        place_of("hqq_steps")
+    without_groups = dict.fromkeys(choices.HELP_GROUPS, ())
+    monkeypatch.setattr(choices, "HELP_GROUPS", without_groups)
+    with pytest.raises(RuntimeError, match=r"'bits'.*HELP_GROUPS in choices\.py"):
+        list(choices.recipe_parameters(["bits"]))
 
 
 def test_a_choice_has_the_type_of_its_field() -> None:

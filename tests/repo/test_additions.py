@@ -15,6 +15,7 @@ from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
+from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
@@ -41,6 +42,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     done = quantize(model, tmp_path / "q", wanted)
     assert done.plan.method == "halving"
     assert len(halving.SEEN) == 8  # shared inputs of two blocks
+    assert all(halving.SEEN)
     assert verify(tmp_path / "q", model).findings == []
     rows = compared(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
@@ -50,6 +52,31 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         else:
             with pytest.raises(UsageError, match="transforms come first"):
                 api.plan(str(model), recipe(text))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scales"), [("int8:g32:sym", "absmax"), ("fp8:tensor", "search")]
+)
+def test_a_method_that_needs_no_data(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, scales: str
+) -> None:
+    """It rounds every matrix itself, in strips or whole, and runs without calibration as rtn does."""
+    toy = Method("tests.toys.halving", MethodKind.ROUNDER, frozenset(), MethodMemory(matrices=3.0))
+    monkeypatch.setitem(METHODS, "halving", toy)
+    model, halving_recipe = (
+        tiny("llama-wide"),
+        replace(
+            recipe("halving", scheme=scheme, scales=scales),
+            calibration=CalibrationOptions(source=NO_DATA),
+        ),
+    )
+    assert api.plan(str(model), halving_recipe).needs == ()
+    halving.SEEN.clear()
+    quantize(model, tmp_path / "q", halving_recipe)
+    assert len(halving.SEEN) >= 8  # joint matrices of two blocks
+    quantize(model, tmp_path / "rtn", replace(halving_recipe, method="rtn"))
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "q" / file).read_bytes() == (tmp_path / "rtn" / file).read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -191,6 +191,7 @@ INFO = FormatInfo(
         "mxfp4",
         "mxfp8",
     ),
+    fused_scale_suffixes=(".weight_global_scale",),
     holds_kv_scales=True,
     group_index_suffix=".weight_g_idx",
     engines=ENGINES,

@@ -14,9 +14,16 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
+from quantforge import api
 from quantforge.api import export
 from quantforge.artifacts import manifest
-from quantforge.artifacts.card import base_model, code, source_card_fields
+from quantforge.artifacts.card import (
+    base_model,
+    code,
+    front_matter,
+    hub_library,
+    source_card_fields,
+)
 from quantforge.engines import TARGETS, snippets
 from quantforge.errors import UsageError
 from quantforge.files.hub import repository_name
@@ -91,6 +98,14 @@ def test_base_model_is_a_hub_name_or_omitted(tiny: Tiny, tmp_path: Path) -> None
     }  # fmt: skip
     with pytest.raises(UsageError, match="no name of the hub"):
         Settings(base_model="../elsewhere")
+
+
+def test_a_result_that_no_engine_loads_names_no_library(tiny: Tiny) -> None:
+    plan = api.plan(str(tiny("llama-wide")), recipe(scheme="int8:row"))
+    assert hub_library(plan) == "transformers"
+    refusals = tuple(replace(verdict, loads=False) for verdict in plan.engines)
+    assert hub_library(replace(plan, engines=refusals)) == ""
+    assert "library_name" not in front_matter("", "", [], {}, tuned=False)
 
 
 def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> None:
