@@ -72,7 +72,7 @@ def parsed(engine: str, command: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("engine", TARGETS)
-def test_every_option_is_documented_with_such_a_value(engine):
+def test_every_option_of_a_serve_command_is_documented(engine):
     known = DOCUMENTED[engine]
     seen = 0
     for serving in ASKED:
@@ -97,7 +97,7 @@ def test_every_option_is_documented_with_such_a_value(engine):
     assert seen >= 4
 
 
-def test_what_an_engine_does_not_read_is_refused():
+def test_caches_and_devices_an_engine_lacks_are_refused():
     refused = {
         (engine, kind)
         for engine, kind in itertools.product(TARGETS, KINDS)
@@ -116,7 +116,7 @@ def test_what_an_engine_does_not_read_is_refused():
     assert split == {"llama.cpp", "ollama", "mlx", "transformers"}
 
 
-def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
+def test_engine_notes_have_the_kinds_engine_and_serve():
     verdict = check_engine("lmdeploy", Serving(), [], (), "awq")
     assert all(kind_of(note) in {NoteKind.ENGINE, NoteKind.SERVE} for note in verdict)
     assert kind_of("linears as declared for llama") is NoteKind.FACT
@@ -134,14 +134,14 @@ def test_keys_and_values_of_different_widths_are_refused(engine):
 
 
 @pytest.mark.parametrize("engine", TARGETS)
-def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine):
+def test_same_kind_for_keys_and_values_is_that_kind(engine):
     for kind in KINDS:
         alike = [Serving(cache=name) for name in (kind, f"k={kind},v={kind}", f"v={kind},k={kind}")]
         assert len({allowed(engine, item) for item in alike}) == 1
         assert len({command_of(engine, OUT, item) for item in alike}) == 1
 
 
-def test_a_context_that_nothing_bounds_is_told():
+def test_unbounded_context_is_noted():
     verdicts = {
         engine: check_engine(engine, Serving(4096), [], (), "plain") for engine in ("mlx", "vllm")
     }
@@ -153,7 +153,7 @@ def test_a_context_that_nothing_bounds_is_told():
     ("format_key", "engine", "package"),
     [("gguf", "vllm", "vllm-gguf-plugin"), ("bnb", "vllm", "vllm-bnb-plugin")],
 )
-def test_plugins_of_vllm_are_named(format_key, engine, package):
+def test_required_vllm_plugins_are_named(format_key, engine, package):
     said = check_engine(engine, Serving(), [], (), format_key, "org/name")
     assert f"vllm: {format_key} files need pip install {package}" in said
     assert ("--tokenizer org/name" in said[-1]) == (format_key == "gguf")
@@ -163,7 +163,7 @@ def test_plugins_of_vllm_are_named(format_key, engine, package):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm"])
-def test_a_path_is_filled_in_for_a_shell(engine):
+def test_output_path_is_quoted_for_the_shell(engine):
     note = check_engine(
         engine, Serving(32768, "fp8" if engine == "vllm" else None), [], (), "plain"
     )[-1]
@@ -173,7 +173,7 @@ def test_a_path_is_filled_in_for_a_shell(engine):
     assert not any("OUT" in word for word in words)
 
 
-def test_cards_take_their_commands_from_the_same_table():
+def test_model_cards_use_the_same_serve_commands():
     about = load_format("compressed-tensors").INFO
     rendered = snippets(about, [EngineVerdict(name, True) for name in TARGETS], "made", chat=True)
     for item in rendered:

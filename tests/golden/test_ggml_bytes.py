@@ -93,7 +93,7 @@ def digest(x, grid, columns):
 
 
 @pytest.mark.parametrize("grid", WAVES)
-def test_golden_bytes(grid):
+def test_reference_encoder_writes_the_golden_bytes(grid):
     for x, table in ((waves(), WAVES), (degenerate(), DEGENERATE)):
         for expected, columns in zip(table[grid], (None, importance()), strict=True):
             assert digest(x, grid, columns)[: len(expected)] == expected
@@ -108,7 +108,7 @@ def zeros(generator):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_reference_equals_the_library(grid):
+def test_reference_encoder_equals_the_ggml_library(grid):
     """Without and with importance; zeros keep their signs; blocks of columns that are all without importance."""
     generator = torch.Generator().manual_seed(1)
     hard, signed = mixed(generator), zeros(generator)
@@ -127,7 +127,7 @@ def test_reference_equals_the_library(grid):
         assert torch.equal(raw, quantized(x, grid, given))
 
 
-def test_the_table_of_types_is_that_of_gguf():
+def test_type_table_equals_that_of_gguf():
     for name, layout in GGML_TYPES.items():
         kind = gguf.GGMLQuantizationType[name]
         assert layout.number == kind, name
@@ -151,19 +151,19 @@ def test_decoding_random_bytes_equals_gguf():
         assert bool((same | (decoded.isnan() & expected.isnan())).all()), name
 
 
-def test_bytes_survive_being_unpacked():
+def test_unpack_then_pack_returns_the_same_bytes():
     for grid in {*ENCODED} - {"tq1_0"}:
         raw = random_bytes(grid.upper())
         assert torch.equal(pack_blocks(unpack_blocks(raw, parse(grid))), raw), grid
 
 
-def test_five_ternary_digits_survive_being_packed():
+def test_packed_ternary_codes_unpack_to_the_same_codes():
     # 256 bytes stand for 243 numbers: here only the codes come back, not any bytes.
     codes = unpack_blocks(random_bytes("TQ1_0"), parse("tq1_0"))
     assert torch.equal(unpack_blocks(pack_blocks(codes), parse("tq1_0")).codes, codes.codes)
 
 
-def test_five_ternary_digits_are_the_least_byte_whose_fraction_starts_with_them():
+def test_five_ternary_digits_are_packed_as_rounded_up_fraction():
     numbers = torch.arange(243)
     digits = torch.stack([numbers // 3 ** (4 - index) % 3 for index in range(5)], 1)
     blocks = torch.zeros(8, 256, dtype=torch.int8)
@@ -181,7 +181,7 @@ def test_five_ternary_digits_are_the_least_byte_whose_fraction_starts_with_them(
 @pytest.mark.parametrize(
     "grid", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq1_0", "tq2_0", "mxfp4"]
 )
-def test_reference_equals_the_python_quantizers(grid):
+def test_reference_encoder_equals_the_gguf_python_quantizers(grid):
     x = mixed(torch.Generator().manual_seed(2))
     with numpy.errstate(all="ignore"):
         expected = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType[grid.upper()])

@@ -120,7 +120,7 @@ def slow_gptq(packed, bits, shape, offset):
     ("bits", [2, 3, 4, 8]),
     ("kind", ["g32:sym", "g32:asym", "row:sym"]),
 )
-def test_gptq_means_what_a_slow_reader_reads(layout, bits, kind):
+def test_slow_gptq_reader_decodes_the_same_weight(layout, bits, kind):
     tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=layout.MIN_ZERO_POINT)
     packed = layout.pack("m", tensor)
     read = slow_gptq(packed, bits, (32, 64), offset=1 if layout is gptq else 0)
@@ -149,7 +149,7 @@ def slow_awq(packed, shape):
 @pytest.mark.parametrize(
     "scheme", ["int4:g32:asym", "int4:g64:asym", "int4:g32:sym", "int4:row:sym"]
 )
-def test_awq_means_what_a_slow_reader_reads(scheme):
+def test_slow_awq_reader_decodes_the_same_weight(scheme):
     tensor = random_tensor(scheme, (24, 64))
     read = slow_awq(awq.pack("m", tensor), (24, 64))
     assert torch.equal(torch.tensor(read, dtype=torch.float64).float(), decoded(tensor))

@@ -25,7 +25,7 @@ print(json.dumps([[row["peak_bytes"], list(row["kernels"])] for row in rows]))
 
 
 @pytest.mark.thorough
-def test_the_first_packed_model_takes_no_more_than_the_others(
+def test_reported_memory_excludes_the_kernel_compiler(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source, out = tiny("llama"), tmp_path / "out"

@@ -107,7 +107,7 @@ def measured() -> Callable[[str], tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("family", usual(FAMILIES, "gemma2"))
-def test_the_peak_is_the_predicted_one(
+def test_peak_memory_matches_the_prediction(
     measured: Callable[[str], tuple[int, list[int]]], family: str
 ) -> None:
     predicted, peaks = measured(family)
@@ -115,7 +115,7 @@ def test_the_peak_is_the_predicted_one(
 
 
 @pytest.mark.parametrize("family", usual(FAMILIES, "gemma2"))
-def test_the_peak_does_not_grow_with_the_blocks(
+def test_peak_memory_does_not_grow_from_block_to_block(
     measured: Callable[[str], tuple[int, list[int]]], family: str
 ) -> None:
     _, peaks = measured(family)
@@ -123,7 +123,7 @@ def test_the_peak_does_not_grow_with_the_blocks(
 
 
 @pytest.mark.thorough
-def test_hidden_states_on_disk_are_not_in_memory(tmp_path: Path) -> None:
+def test_hidden_states_on_disk_reduce_peak_memory(tmp_path: Path) -> None:
     # A narrow block: what counts here are its hidden states.
     narrow = {"intermediate_size": 512, "num_hidden_layers": 1}
     llama, samples = {"llama": FAMILIES["llama"] | narrow}, 32

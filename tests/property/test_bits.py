@@ -29,7 +29,7 @@ def random_codes(rows, columns, bits, seed):
 
 @settings(max_examples=120, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 5), st.integers(1, 100), st.integers(0, 2**32))
-def test_stream_is_its_definition_and_comes_back(bits, rows, columns, seed):
+def test_packed_words_match_the_definition_and_unpack_to_the_codes(bits, rows, columns, seed):
     codes = random_codes(rows, columns, bits, seed)
     words = pack_rows(codes, bits)
     assert words.dtype == torch.int32
@@ -38,7 +38,7 @@ def test_stream_is_its_definition_and_comes_back(bits, rows, columns, seed):
     assert torch.equal(unpack_rows(words, bits, columns), codes)
 
 
-def test_chunks_do_not_show(monkeypatch):
+def test_packing_in_chunks_gives_the_same_words(monkeypatch):
     codes = {bits: random_codes(23, 70, bits, bits) for bits in WIDTHS}
     whole = {bits: pack_rows(each, bits) for bits, each in codes.items()}
     monkeypatch.setattr(module, "_CHUNK_CODES", 150)  # two rows at a time
@@ -47,19 +47,19 @@ def test_chunks_do_not_show(monkeypatch):
         assert torch.equal(unpack_rows(whole[bits], bits, 70), each), bits
 
 
-def test_turned_views_pack_like_copies():
+def test_transposed_views_pack_like_copies():
     for bits in WIDTHS:
         codes = random_codes(64, 24, bits, 0)  # 64: nothing is padded, and so copied, on the way
         assert torch.equal(pack_rows(codes.T, bits), pack_rows(codes.T.contiguous(), bits)), bits
 
 
-def test_views_pack_like_copies():
+def test_views_of_words_unpack_like_copies():
     codes = random_codes(40, 24, 3, 0)
     words = pack_rows(codes, 3).T.contiguous().T
     assert torch.equal(unpack_rows(words, 3, 24), codes)
 
 
-def test_inputs_are_not_changed():
+def test_packing_and_unpacking_leave_inputs_unchanged():
     codes = random_codes(4, 64, 4, 0)
     before = codes.clone()
     words = pack_rows(codes, 4)
@@ -69,7 +69,7 @@ def test_inputs_are_not_changed():
     assert torch.equal(words, kept)
 
 
-def test_a_code_that_would_spill_is_refused():
+def test_code_too_large_for_its_bits_is_refused():
     for bits in WIDTHS[:-1]:
         codes = torch.zeros(2, 9, dtype=torch.uint8)
         codes[1, 4] = (1 << bits) - 1
@@ -86,7 +86,7 @@ def test_a_wrong_word_count_is_refused(columns):
         unpack_rows(words, 4, columns)
 
 
-def test_signed_codes_shift_and_return():
+def test_signed_codes_convert_to_unsigned_and_back():
     for bits in WIDTHS:
         half = 1 << (bits - 1)
         codes = torch.arange(-half, half).to(torch.int8).view(2, -1)

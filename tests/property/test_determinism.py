@@ -113,13 +113,13 @@ def test_shards_hold_the_same_tensors(
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
-def test_memory_or_disk_for_hidden_states_is_not_seen_in_the_result(tiny, tmp_path):
+def test_hidden_states_in_memory_or_on_disk_give_the_same_bytes(tiny, tmp_path):
     for storage in ("memory", "disk"):
         quantize(tiny("llama-wide"), tmp_path / storage, swift("gptq"), activations=storage)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
 
 
-def test_nothing_in_the_result_tells_where_it_was_made(tiny, tmp_path):
+def test_results_contain_no_local_paths(tiny, tmp_path):
     model = tiny("llama-wide")
     quantize(model, tmp_path / "out", swift("gptq"))
     api.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())

@@ -84,7 +84,7 @@ FEW = ("int2:g16:asym", "int4:row:asym:f32", "int4:tensor:sym", "int4:g16:min", 
 @pytest.mark.parametrize("grid", usual(SCHEMES, *FEW))
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObject) -> None:
+def test_no_gptq_row_is_worse_than_rtn(grid: str, data: st.DataObject) -> None:
     scheme = parse(grid)
     weights, hessian, rounding = data.draw(_cases(scheme.block.columns if scheme.block else 32))
     schemes = dict.fromkeys(weights, scheme)
@@ -103,7 +103,9 @@ def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObj
         *((awq, "int4:g16:asym"), (smooth, "fp8_e4m3:row")),
     ),
 )
-def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> None:
+def test_no_gptq_row_is_worse_than_rtn_after_a_transform(
+    tiny: Tiny, transform: ModuleType, grid: str
+) -> None:
     generator, scheme = torch.Generator().manual_seed(7), parse(grid)
     rounding = Rounding(awq=AwqOptions(search_samples=2))
     with first_block(tiny("llama")) as part:
@@ -125,7 +127,7 @@ def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> 
         *("int4:g16:asym", "fp8_e4m3:4x16", "int4:tensor:sym"),
     ),
 )
-def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
+def test_row_choice_from_few_columns_equals_full_comparison(
     grid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, scheme = torch.Generator().manual_seed(3), parse(grid)

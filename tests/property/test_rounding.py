@@ -71,7 +71,7 @@ def test_integer_codes_and_scales_are_always_usable(
 
 @settings(max_examples=60, deadline=None)
 @given(_cases(), st.sampled_from(["absmax", "search"]))
-def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
+def test_gptq_and_each_refinement_never_raise_the_error(
     case: tuple[Tensor, Tensor, Scheme], scales: str
 ) -> None:
     weight, hessian, scheme = case

@@ -126,7 +126,7 @@ def files(draw: st.DrawFn) -> bytes:
 @settings(SETTINGS, max_examples=200)
 @given(files())
 @example(b"\x02\0\0\0\0\0\0\0{}")
-def test_what_is_accepted_the_library_reads_alike(data: bytes) -> None:
+def test_accepted_files_read_the_same_in_safetensors(data: bytes) -> None:
     agree(data)
 
 
@@ -151,7 +151,9 @@ VALID = safetensors.torch.save(
     )
 )
 @example([])
-def test_damaged_bytes_are_never_read_differently(edits: list[tuple[int, bytes]]) -> None:
+def test_damaged_files_never_read_differently_from_safetensors(
+    edits: list[tuple[int, bytes]],
+) -> None:
     data = bytearray(VALID)
     for position, new in edits:
         data[position : position + 1] = new
@@ -180,7 +182,7 @@ def filled(stored: StoredTensor, seed: int) -> torch.Tensor:
 @settings(SETTINGS, max_examples=150)
 @given(st.lists(STORED, min_size=1, max_size=8, unique_by=lambda t: t.name), st.integers(1, 400),
        st.randoms(use_true_random=False))  # fmt: skip
-def test_what_is_written_both_read(
+def test_written_files_are_read_by_both_libraries(
     tensors: list[StoredTensor], max_bytes: int, random: Any
 ) -> None:
     shards = plan_shards(tensors, max_bytes)

@@ -35,7 +35,7 @@ def experts_of(groups):
     return [group for group in groups if any(".experts." in name for name in group)]
 
 
-def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, allocation):
+def test_experts_of_a_layer_share_one_scheme_in_the_rules(tiny, allocation):
     model = tiny("qwen3-moe")
     groups = experts_of(allocation.groups)
     assert [len(group) for group in groups] == [12, 12]  # 4 experts of 3 matrices in 2 layers
@@ -47,13 +47,13 @@ def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, allo
         assert {schemes[name].removesuffix(":f32") for name in group} == {chosen}
 
 
-def test_an_engine_that_joins_the_experts_of_all_layers_gets_one_scheme_for_them(tiny):
+def test_transformers_target_gets_one_scheme_for_all_experts(tiny):
     allocation = allocated(tiny("qwen3-moe"), engine="transformers")
     assert [len(group) for group in experts_of(allocation.groups)] == [24]
     assert next(engine.loads for engine in allocation.engines if engine.engine == "transformers")
 
 
-def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny):
+def test_gguf_experts_may_have_a_type_per_stacked_matrix(tiny):
     allocation = allocated(tiny("mixtral"), "4.9bpw", format="gguf", candidates=("q4_0", "q5_0"))
     groups = experts_of(allocation.groups)
     assert [len(group) for group in groups] == [4] * 9
@@ -62,7 +62,7 @@ def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny
 
 
 @pytest.mark.thorough
-def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
+def test_expected_divergence_is_near_the_measured_one(tiny, tmp_path):
     """To second order, and on another text: within a factor of two. It is 1.3 for a dense model of this size."""
     model, rows = tiny("gpt-oss"), {**ROWS, "samples": 48, "length": 64}
     expected = allocated(model, "6bpw", candidates=SCHEMES[::2], **rows).uniform[SCHEMES[0]][2]
@@ -72,7 +72,9 @@ def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
 
 
 @pytest.mark.thorough
-def test_threads_and_stops_change_nothing(tiny, allocation, tmp_path, monkeypatch):
+def test_threads_and_interruptions_give_the_same_allocation(
+    tiny, allocation, tmp_path, monkeypatch
+):
     model = tiny("qwen3-moe")
     stopped_measuring(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
@@ -82,7 +84,7 @@ def test_threads_and_stops_change_nothing(tiny, allocation, tmp_path, monkeypatc
     assert again == allocation
 
 
-def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(tiny):
+def test_allocate_refuses_experts_without_stacks(tiny):
     checkpoint = open_checkpoint(tiny("qwen3-moe"))
     model_layout = match_tensors(
         checkpoint.config, [e.to_stored_tensor() for e in checkpoint.entries.values()]

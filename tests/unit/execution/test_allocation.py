@@ -62,7 +62,7 @@ def allocation(half, tmp_path_factory):
     return allocated(out=path, model=half), path
 
 
-def test_the_size_is_met_and_the_recipe_makes_it(allocation, half, tmp_path):
+def test_recipe_reaches_the_requested_size(allocation, half, tmp_path):
     result, path = allocation
     assert 0.995 * 3.4 <= result.bits <= 3.4
     outcome = api.quantize(half, path, tmp_path / "out")
@@ -73,7 +73,7 @@ def test_the_size_is_met_and_the_recipe_makes_it(allocation, half, tmp_path):
     assert len(schemes) == 3
 
 
-def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small, tmp_path, capsys):
+def test_planned_bits_in_blocks_are_reported_with_quantized_head(small, tmp_path, capsys):
     out, model = tmp_path / "mixed.toml", str(small)
     options = ("--samples", "2", "--length", "32", "--lm-head", "int8",
              "--candidates", "int3:g64:sym,int4:g64:sym")  # fmt: skip
@@ -91,7 +91,7 @@ def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small,
     assert "all in blocks" in api.plan(DEMO, bits=4).density
 
 
-def test_it_loses_less_than_widths_alone(allocation):
+def test_mixture_loses_less_than_uniform_schemes(allocation):
     result, _ = allocation
     sizes = sorted((bits, nats) for _, bits, nats in result.uniform.values())
     assert [nats for _, nats in sizes] == sorted((nats for _, nats in sizes), reverse=True)
@@ -124,7 +124,7 @@ def test_linears_that_engines_join_get_one_scheme(allocation, small):
 
 
 @pytest.mark.thorough
-def test_the_same_recipe_for_any_threads(small, tmp_path):
+def test_allocation_is_the_same_for_any_thread_count(small, tmp_path):
     path = tmp_path / "mixed.toml"
     options = {"model": small, "candidates": ("int3:g64:sym", "int4:g64:sym")}
     allocation = allocated(out=path, **options)
@@ -136,7 +136,7 @@ def test_the_same_recipe_for_any_threads(small, tmp_path):
     assert build_recipe(str(path)) == two.recipe
 
 
-def test_candidates_and_sizes_in_bytes(small):
+def test_size_in_bytes_is_met_with_given_candidates(small):
     allocation = allocated("310kB", model=small, candidates=("int3:g64:sym", "int4:g64:sym"), **FEW)
     assert 0.98 * 310e3 <= allocation.nbytes <= 310e3  # of few matrices
     written = api.plan(small, allocation.recipe).output_bytes
@@ -145,7 +145,7 @@ def test_candidates_and_sizes_in_bytes(small):
 
 
 @pytest.mark.thorough
-def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
+def test_memory_target_counts_the_cache_as_plan_does(tmp_path):
     """`plan` says of the same memory and context that the recipe fits, and of a larger context that it does not."""
     path = tmp_path / "mixed.toml"
     settings = Settings(threads=1, serving=Serving(cache="fp8"))
@@ -162,7 +162,7 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
     assert plan.output_bytes == allocation.nbytes
 
 
-def test_memory_is_refused_with_what_is_possible():
+def test_impossible_memory_target_hints_at_possible_sizes():
     with pytest.raises(RefusedError, match="16MB@1024: it is below the smallest") as refused:
         allocated("16MB@1024")
     assert "as it is 9" in refused.value.hint  # hundreds of tokens
@@ -185,7 +185,7 @@ def published_file(tiny, tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_the_size_of_somebodys_file(published_file, small):
+def test_like_takes_the_size_of_a_published_file(published_file, small):
     allocation = allocated(
         None, model=small, like=published_file, candidates=("q4_0", "q5_0"), **FEW
     )
@@ -210,7 +210,7 @@ def test_the_size_of_somebodys_file(published_file, small):
         ({"num_hidden_layers": 5}, r"model.layers.4.\S+ \(.*\) is not in this one"),
     ],
 )
-def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, message, tmp_path):
+def test_like_refuses_another_model_naming_the_first_difference(changed, message, tmp_path):
     with pytest.raises(
         RefusedError, match=f"--like other: it is another model: {message}"
     ) as refused:
@@ -218,7 +218,7 @@ def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, mes
     assert "--target" in refused.value.hint
 
 
-def test_a_file_that_is_none_is_refused(published_file, tmp_path):
+def test_like_refuses_missing_and_malformed_files(published_file, tmp_path):
     with pytest.raises(InputError, match="no such file"):
         allocated(None, like=tmp_path / "none.gguf")
     (tmp_path / "text.gguf").write_text("text")
@@ -248,7 +248,7 @@ def test_matrices_that_share_a_scale_are_measured_together(small, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
+def test_sampled_rows_rank_candidates_like_all_rows(half, monkeypatch):
     """Shortcuts are taken only as long as Kendall's tau says that they change no order to speak of."""
     results = []
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
@@ -269,7 +269,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
         assert sum(agree) / len(agree) >= 0.9  # 0.99 with as many rows as it really takes
 
 
-def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch):
+def test_interrupted_measurement_resumes(tiny, tmp_path, monkeypatch):
     options = {"model": tiny("llama"), "candidates": ("int3:g32:sym", "int4:g32:sym"), **FEW}
     allocation = allocated("3.9bpw", **options)
     seen = stopped_measuring(monkeypatch)
@@ -335,7 +335,7 @@ def test_refusals(target, options, kind, message, tmp_path):
         ("mlx", "mlx", ("int4:g64:min", "int8:g64:min")),
     ],
 )  # fmt: skip
-def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
+def test_engine_target_chooses_a_loadable_format_and_mixture(
     engine, key, candidates, small, tmp_path
 ):
     path = tmp_path / "mixed.toml"
@@ -347,14 +347,14 @@ def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
     assert {engine.engine: engine.loads for engine in allocation.engines}[engine]
 
 
-def test_engines_that_load_the_mixture_are_told(allocation):
+def test_allocation_reports_which_engines_load_it(allocation):
     result, _ = allocation
     loads = {engine.engine: engine.loads for engine in result.engines}
     assert not loads["vllm"]  # 2 and 3 bits
     assert result.document()["engines"][1]["reason"]
 
 
-def test_a_recipe_that_is_there_is_kept(tmp_path):
+def test_existing_recipe_file_is_not_overwritten(tmp_path):
     path = tmp_path / "mixed.toml"
     path.write_text("mine")
     with pytest.raises(QuantForgeError, match="exists"):

@@ -11,7 +11,7 @@ from quantforge.formats.storage import get_storage
 from quantforge.plans import Action, StoredTensor, TensorPlan
 
 
-def test_decays_of_a_gguf_file_stay_as_the_source_has_them_to_the_bit():
+def test_gguf_decay_parameters_keep_the_source_bits():
     storage = get_storage("gguf")
     values = {"A_log": torch.linspace(-4, 2, 12), "norm.weight": torch.linspace(0, 1, 12)}
     plans = [

@@ -31,7 +31,7 @@ THERE = 81  # rows of that length of the builtin text
 @pytest.mark.parametrize(
     ("samples", "comes"), [(THERE, True), (THERE + 1, False), (128, True), (500, False)]
 )
-def test_rows_beyond_the_builtin_text_are_told(samples, comes):
+def test_too_few_builtin_rows_are_a_note_and_an_event(samples, comes):
     plan = api.plan(DEMO, method="gptq", bits=4, samples=samples)
     notes = [note for note in plan.notes if "asked for" in note]
     options = CalibrationOptions(samples=samples)
@@ -50,7 +50,7 @@ def test_rows_beyond_the_builtin_text_are_told(samples, comes):
         Policy(strict=True, allow={"few-calibration-rows": 1}).check(events)
 
 
-def test_a_mixture_asks_for_its_shares(tmp_path):
+def test_calibration_mixture_reports_missing_and_duplicate_rows(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("word and word\n" * 60_000)
     options = CalibrationOptions(source=f"builtin=9,{text}=1")
@@ -60,7 +60,7 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
     assert "duplicate-calibration-rows" in {event.kind for event in calibrated.events}
 
 
-def test_a_plan_says_nothing_of_text_that_is_not_needed():
+def test_plan_without_calibration_has_no_row_note():
     plan = api.plan(DEMO, method="rtn", scales="absmax", bits=8, samples=500)
     assert not [note for note in plan.notes if "asked for" in note]
 
@@ -72,18 +72,18 @@ def test_a_plan_says_nothing_of_text_that_is_not_needed():
         ({"source": "builtin=9,a.txt=1"}, 0), ({"source": "imatrix:m"}, 0),
     ],
 )  # fmt: skip
-def test_rows_that_come_are_known_before_the_run(options, coming):
+def test_expected_row_count_is_known_before_the_run(options, coming):
     assert expected_rows(CalibrationOptions(**options), DEMO) == coming
 
 
-def test_a_file_states_the_rows_that_came_and_not_those_that_were_asked_for():
+def test_gguf_header_records_the_actual_row_count():
     planned = plan_quantization(DEMO, Recipe(type="Q4_K_M", method="rtn"), Settings(), None, {})
     recorded = [read(planned, name) for name in ("chunks_count", "dataset")]
     assert recorded == [THERE, "builtin"]
 
 
 @pytest.mark.parametrize("source", ["{short}", "{short}=3,builtin=1", "{short}:no"])
-def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
+def test_plan_and_run_refuse_short_text_with_the_same_message(source, tmp_path):
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "a few words"}\n' * 9)
     source = source.format(short=short)
@@ -99,7 +99,7 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["a.txt", "b.txt", "c.jsonl", "a.txt=2,c.jsonl=1"])
-def test_counting_and_drawing_agree_on_which_rows_there_are(source, tmp_path):
+def test_row_count_check_agrees_with_drawing(source, tmp_path):
     """Of one document and of many, around the last row; a text of long words needs more bytes for a token."""
     tokenizer = load_tokenizer(DEMO)
     for name, text in (("a.txt", "word and word\n" * 100), ("b.txt", "x" * 4000 + " " * 4000)):
@@ -128,7 +128,7 @@ def refusal(ask):
     return ""
 
 
-def test_a_huge_text_is_counted_only_as_far_as_it_is_needed(tmp_path, monkeypatch):
+def test_row_counting_stops_early_on_a_huge_text(tmp_path, monkeypatch):
     (tmp_path / "huge.txt").write_text("some words of a long text\n" * 100_000)
     encoded = []
     monkeypatch.setattr(
@@ -171,13 +171,13 @@ def read(planned, name):
         ),
     ],
 )
-def test_error_feedback_takes_random_rows(options, share):
+def test_error_feedback_methods_default_to_some_random_rows(options, share):
     plan = make_plan(Recipe(**options), open_checkpoint(DEMO))
     assert plan.recipe.calibration.random_share == share
     assert make_plan(plan.recipe, open_checkpoint(DEMO)).recipe == plan.recipe
 
 
-def test_random_tokens_are_those_of_the_model(tmp_path):
+def test_random_tokens_lie_within_the_model_vocabulary(tmp_path):
     text = tmp_path / "letters.txt"
     text.write_text("qzxkvjw" * 2000)  # no two are one token: all ids are below 300
     plan = api.plan(DEMO, method="gptq", bits=4)
@@ -191,14 +191,14 @@ def test_random_tokens_are_those_of_the_model(tmp_path):
     assert random_rows.amax() < 300
 
 
-def test_a_plan_tells_of_random_rows():
+def test_plan_notes_random_rows():
     for method, noted in (("gptq", True), ("rtn", False)):
         plan = api.plan(DEMO, method=method, bits=4)
         messages = [note for note in plan.notes if "0.0625 of the rows hold random tokens" in note]
         assert bool(messages) is noted
 
 
-def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
+def test_vocabulary_without_random_tokens_is_an_event(monkeypatch):
     options = CalibrationOptions(random_share=0.5)
     plan = api.plan(DEMO, method="gptq", bits=4)
     words = load_tokenizer(DEMO)
@@ -214,7 +214,7 @@ def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
     assert "no-random-rows" not in {event.kind for event in events}
 
 
-def test_columns_that_are_not_used_are_a_note_and_stand_in_the_manifest(tmp_path):
+def test_unused_text_columns_are_noted_and_recorded(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "word and word and word", "id": 1, "url": "x"}\n' * 40)
     options = CalibrationOptions(source=str(rows), samples=2, length=32)

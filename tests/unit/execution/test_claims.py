@@ -42,7 +42,7 @@ def run_of(shared: Claims) -> Path:
     return shared.run
 
 
-def test_a_worker_takes_what_it_asks_for(tmp_path: Path) -> None:
+def test_worker_claims_only_requested_units(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 3)
     first = shared.claim(["unit 1"])
     assert first is not None
@@ -54,7 +54,7 @@ def test_a_worker_takes_what_it_asks_for(tmp_path: Path) -> None:
     assert shared.has_claimable(["unit 1"])  # given back
 
 
-def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
+def test_many_workers_finish_every_unit_once(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 60)
     done: list[int] = []
 
@@ -76,7 +76,7 @@ def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
     assert shared.finished_records().keys() == set(shared.names)
 
 
-def test_a_worker_that_is_heard_of_keeps_its_unit_and_one_that_fails_gives_it_back(
+def test_live_worker_keeps_its_unit_and_failed_one_returns_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 2.0)  # beats come late on a busy machine
@@ -100,7 +100,7 @@ def test_a_worker_that_is_heard_of_keeps_its_unit_and_one_that_fails_gives_it_ba
     assert names(shared) == ["0000.2.held"]
 
 
-def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
+def test_worker_without_heartbeat_loses_its_unit(tmp_path: Path) -> None:
     shared, other = prepared(tmp_path), prepared(tmp_path)
     lost = shared.claim(UNITS)  # which never begins to count
     assert lost is not None
@@ -121,7 +121,7 @@ def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
     assert data.read_bytes() == b"mine"
 
 
-def test_errors_of_lost_work_are_dropped_and_others_are_not(tmp_path: Path) -> None:
+def test_errors_after_losing_a_claim_are_suppressed(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
     claim = shared.claim(UNITS)
     assert claim is not None
@@ -138,7 +138,7 @@ def test_errors_of_lost_work_are_dropped_and_others_are_not(tmp_path: Path) -> N
     assert names(shared) == ["0000.3.free"]
 
 
-def test_what_a_link_leads_to_is_not_touched(tmp_path: Path) -> None:
+def test_symlinked_unit_directory_is_not_claimed(tmp_path: Path) -> None:
     shared, elsewhere = prepared(tmp_path), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "1.data").write_text("somebody's")
@@ -148,7 +148,7 @@ def test_what_a_link_leads_to_is_not_touched(tmp_path: Path) -> None:
     assert (elsewhere / "1.data").read_text() == "somebody's"
 
 
-def test_damage_is_refused(tmp_path: Path) -> None:
+def test_damaged_claim_records_are_refused(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 2)
     claim = shared.claim(UNITS)
     assert claim is not None
@@ -169,7 +169,7 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         shared.claim(UNITS)
 
 
-def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
+def test_finished_run_leaves_no_claim_files(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 3)
     shared.check_exists()
     shared.remove()
@@ -182,7 +182,7 @@ def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
     shared.remove()
 
 
-def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> None:
+def test_stale_worker_cannot_write_into_the_next_run(tmp_path: Path) -> None:
     """A worker that was stopped for long wakes beside a unit of the same name and generation."""
     shared = prepared(tmp_path)
     lost = shared.claim(UNITS)
@@ -206,7 +206,7 @@ def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> 
     assert names(shared) == ["0000.0.free"]
 
 
-def test_what_stands_still_is_measured_from_when_it_was_first_seen() -> None:
+def test_unchanged_time_starts_at_first_observation() -> None:
     watch = ChangeTracker()
     assert watch.seconds_unchanged("a", 1) == 0
     time.sleep(0.02)
@@ -215,7 +215,7 @@ def test_what_stands_still_is_measured_from_when_it_was_first_seen() -> None:
     assert watch.seconds_unchanged("a", 2) == 0
 
 
-def test_what_is_not_of_the_run_is_no_unit(tmp_path: Path) -> None:
+def test_unknown_directories_are_not_units(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
     for name in ("0001.0.free", "0001.0.done", "stray"):
         (run_of(shared) / name).mkdir()
@@ -227,7 +227,7 @@ def test_what_is_not_of_the_run_is_no_unit(tmp_path: Path) -> None:
         assert (len(shared.finished_directories()), shared.finished_records()) == (0, {})
 
 
-def test_a_link_to_a_directory_of_units_is_none(tmp_path: Path) -> None:
+def test_symlinked_claims_directory_is_ignored(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
     shared.directory.rename(tmp_path / "elsewhere")
     shared.directory.symlink_to(tmp_path / "elsewhere")
@@ -237,7 +237,7 @@ def test_a_link_to_a_directory_of_units_is_none(tmp_path: Path) -> None:
     other.check_fingerprint({"recipe": "s"})  # of no run
 
 
-def test_what_an_earlier_claim_has_left_is_removed(tmp_path: Path) -> None:
+def test_leftover_files_of_a_lost_claim_are_removed(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
     lost = shared.claim(UNITS)
     assert lost is not None
@@ -250,9 +250,7 @@ def test_what_an_earlier_claim_has_left_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in mine.directory.iterdir()] == ["notes.txt"]
 
 
-def test_a_unit_that_is_handed_in_is_durable_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_unit_directory_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(type(DISK), "sync", lambda _, path: synced.append(path))
     shared = prepared(tmp_path)
@@ -264,7 +262,7 @@ def test_a_unit_that_is_handed_in_is_durable_by_its_name(
     assert synced[-1] == run_of(shared)
 
 
-def test_a_worker_counts_many_times_before_it_is_taken_for_dead(
+def test_lease_lasts_many_heartbeats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()

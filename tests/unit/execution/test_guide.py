@@ -59,7 +59,7 @@ class Seen:
         return (inputs * weights[:, None]).T @ inputs / weights.sum()
 
 
-def test_every_strip_is_rounded_under_its_own_hessian(
+def test_each_row_strip_uses_its_own_guided_hessian(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
@@ -80,7 +80,7 @@ def test_every_strip_is_rounded_under_its_own_hessian(
         assert min((first - second).norm(), (second - third).norm()) > 0.01 * first.norm()
 
 
-def test_matrices_whose_rows_share_parameters_are_rounded_as_one(
+def test_matrices_with_joint_parameters_are_rounded_together(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
@@ -97,7 +97,7 @@ def error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
     return float((difference @ hessian * difference).sum())
 
 
-def test_it_lowers_the_guided_error_and_raises_the_plain_one(
+def test_guidance_lowers_guided_error_and_raises_plain_error(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration = replace(CALIBRATION, samples=24, length=32)
@@ -142,7 +142,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
         ("llama", {"type": "Q4_0"}),
     ],
 )
-def test_neither_threads_nor_place_change_a_byte(
+def test_threads_and_activation_storage_give_the_same_bytes(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any]
 ) -> None:
     recipe = swift("gptq", guided_hessians=2, **choices)
@@ -167,7 +167,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", ["outer", "token weights", "block 0"])
-def test_it_goes_on_where_it_was_stopped(
+def test_resume_after_interruption_writes_the_same_bytes(
     tiny: Tiny, tmp_path: Path, whole: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StopError):
@@ -186,7 +186,7 @@ def test_it_goes_on_where_it_was_stopped(
 
 
 @pytest.mark.thorough
-def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_path: Path) -> None:
+def test_guided_run_after_transform_resumes_with_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
     recipe = swift("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
     quantize(tiny("llama"), tmp_path / "whole", recipe, threads=1)
     with pytest.raises(StopError):
@@ -197,7 +197,7 @@ def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_pat
     assert not [item for item in report.findings if item.level == "error"]
 
 
-def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
+def test_guided_hessian_after_transform_is_of_the_transformed_block(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Column factors divide what the first block reads: its diagonal times their squares is that of the source."""
@@ -225,7 +225,7 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
     assert float((diagonals["awq+gptq"][name] - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
+def test_resume_refuses_damaged_token_weights(tiny: Tiny, tmp_path: Path) -> None:
     recipe = swift("gptq", bits=4, guided_hessians=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", recipe, progress=crash_after("token weights"))
@@ -258,7 +258,7 @@ def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
         ),
     ],
 )
-def test_what_cannot_be_guided_is_refused(
+def test_guided_hessians_refuse_unsupported_runs(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any], error: type[Exception], words: str
 ) -> None:  # fmt: skip
     method = choices.pop("method")
@@ -268,7 +268,7 @@ def test_what_cannot_be_guided_is_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_gradients_that_overflow_are_named(
+def test_overflowing_gradients_name_the_linear(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = TokenWeights.__call__
@@ -284,7 +284,7 @@ def test_gradients_that_overflow_are_named(
     assert not any(tmp_path.iterdir())
 
 
-def test_rows_that_no_gradient_reaches_are_an_event(
+def test_rows_without_gradient_are_an_event(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = TokenWeights.of
@@ -302,7 +302,7 @@ def test_rows_that_no_gradient_reaches_are_an_event(
     assert "strip 2 of 2" in events[0].detail
 
 
-def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
+def test_guided_run_works_with_one_calibration_row(tiny: Tiny, tmp_path: Path) -> None:
     recipe = swift("gptq", bits=4, guided_hessians=2, calibration=replace(CALIBRATION, samples=1))
     outcome = quantize(tiny("llama"), tmp_path / "out", recipe)
     assert {event.kind for event in outcome.events} >= {"few-calibration-tokens"}
@@ -312,7 +312,7 @@ def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
     assert all(0 < item["error"] < 1 and "rtn_rows" in item for item in figures)
 
 
-def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
+def test_largest_token_weights_are_clipped(tiny: Tiny) -> None:
     weights = torch.arange(1, 4001.0).view(4, 1000)
     assert torch.equal(clip_largest(weights), weights.clamp(max=3996))
     assert torch.equal(clip_largest(weights[:1, :10]), weights[:1, :10])
@@ -320,5 +320,5 @@ def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
     assert torch.equal(clip_largest(sent), sent.clamp(max=3996))
 
 
-def test_the_plan_states_it(tiny: Tiny) -> None:
+def test_plan_includes_the_option(tiny: Tiny) -> None:
     assert plan(tiny("llama"), swift("gptq", bits=4, guided_hessians=2)).guided_hessians == 2

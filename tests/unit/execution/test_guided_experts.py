@@ -24,7 +24,7 @@ from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tre
 ROWS = replace(CALIBRATION, samples=12, length=32)
 
 
-def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens(
+def test_expert_strips_use_hessians_of_their_own_tokens(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients: dict[str, list[OutputGradients]] = {}
@@ -63,7 +63,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
 
 
 @pytest.mark.thorough
-def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
+def test_threads_and_resume_give_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
     recipe = swift("gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION)
     quantize(model, tmp_path / "whole", recipe, threads=1)
@@ -76,9 +76,7 @@ def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> 
     assert not [item for item in report.findings if item.level == "error"]
 
 
-def test_the_file_holds_what_the_plan_says_and_of_experts_their_own_tokens(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_token_weights_file_grows_as_planned(tiny: Tiny, tmp_path: Path) -> None:
     sizes, forecasts = [], []
     for strips in (1, 3):
         recipe = swift("gptq", bits=4, guided_hessians=strips, calibration=ROWS)

@@ -15,7 +15,7 @@ from quantforge.execution.shared_run import SharedStates
 ROWS = torch.arange(2 * 3 * 4, dtype=torch.float32).view(2, 3, 4)
 
 
-def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
+def test_written_states_are_read_by_others_and_not_replaced(
     tmp_path: Path,
 ) -> None:
     mine = SharedStates(tmp_path / "states")
@@ -34,7 +34,7 @@ def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
     other.close()
 
 
-def test_what_was_damaged_is_not_read(tmp_path: Path) -> None:
+def test_damaged_states_are_refused(tmp_path: Path) -> None:
     states = SharedStates(tmp_path / "states")
     states.write(0, ROWS)
     states.flush()
@@ -46,9 +46,7 @@ def test_what_was_damaged_is_not_read(tmp_path: Path) -> None:
     states.close()
 
 
-def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_failure_is_raised_by_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise ResourceError("no space", "free some")
 
@@ -60,7 +58,7 @@ def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
     states.close()
 
 
-def test_rows_of_a_last_micro_batch_may_be_fewer(tmp_path: Path) -> None:
+def test_last_micro_batch_may_have_fewer_rows(tmp_path: Path) -> None:
     states = SharedStates(tmp_path / "states")
     for start, rows in ((0, ROWS), (2, ROWS[:1])):
         states.write(start, rows)
@@ -71,7 +69,7 @@ def test_rows_of_a_last_micro_batch_may_be_fewer(tmp_path: Path) -> None:
     states.close()
 
 
-def test_what_lies_in_front_of_a_block_is_removed_with_it(tmp_path: Path) -> None:
+def test_delete_removes_states_of_earlier_blocks(tmp_path: Path) -> None:
     states = SharedStates(tmp_path / "states")
     for block in (-1, 0):
         states.block = block

@@ -67,7 +67,7 @@ def opened(directory: Path) -> dict[str, Any]:
 # ---- lines
 
 
-def test_what_was_finished_is_known_to_the_next_run(directory: Path) -> None:
+def test_finished_units_are_known_to_the_next_run(directory: Path) -> None:
     assert opened(directory) == {}
     work = Journal(directory, SAME)
     assert not work.resumed
@@ -86,7 +86,7 @@ def test_what_was_finished_is_known_to_the_next_run(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2, 10, 40])
-def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(directory: Path, lost: int) -> None:
+def test_truncated_last_line_is_dropped(directory: Path, lost: int) -> None:
     whole = kept(directory, "outer")
     (directory / JOURNAL_FILE).write_bytes(kept(directory, "block 0")[:-lost])
     assert list(opened(directory)) == ["outer"]
@@ -95,7 +95,7 @@ def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(directory: Path,
     assert list(opened(directory)) == ["outer", "block 0", "block 1"]
 
 
-def test_every_byte_of_a_line_counts(directory: Path) -> None:
+def test_any_changed_byte_is_refused_as_damage(directory: Path) -> None:
     data = kept(directory, "outer", "head")
     for at in range(len(data) - 1):
         (directory / JOURNAL_FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -109,7 +109,7 @@ def test_every_byte_of_a_line_counts(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'"unit"', b'{"unit": 1', b"\xff"])
-def test_a_line_with_its_digest_that_names_no_unit_is_refused(directory: Path, text: bytes) -> None:
+def test_line_without_a_unit_is_refused(directory: Path, text: bytes) -> None:
     kept(directory, "outer")
     with (directory / JOURNAL_FILE).open("ab") as file:
         file.write(sha256(text).hexdigest()[:16].encode() + b" " + text + b"\n")
@@ -117,7 +117,7 @@ def test_a_line_with_its_digest_that_names_no_unit_is_refused(directory: Path, t
         opened(directory)
 
 
-def test_a_line_is_durable_before_its_unit_is_done(
+def test_line_is_synced_before_its_unit_counts_as_done(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Journal(directory, SAME)
@@ -132,7 +132,7 @@ def test_a_line_is_durable_before_its_unit_is_done(
     assert seen == [(b"\n", False)]
 
 
-def test_a_disk_that_takes_half_a_line_is_full(
+def test_partial_write_is_reported_as_full_disk(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept(directory, "outer")
@@ -159,7 +159,7 @@ def test_a_disk_that_takes_half_a_line_is_full(
         ({**SAME, "recipe": "bits = 3"}, "bits: unset there, 3 here"),
     ],
 )
-def test_a_run_that_differs_is_refused_and_said_in_what(
+def test_run_with_another_fingerprint_is_refused_naming_the_difference(
     directory: Path, other: dict[str, str], named: str
 ) -> None:
     before = kept(directory, "outer")
@@ -170,7 +170,7 @@ def test_a_run_that_differs_is_refused_and_said_in_what(
     assert recorded_fingerprint(directory) == SAME
 
 
-def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(directory: Path) -> None:
+def test_journal_without_finished_units_is_replaced(directory: Path) -> None:
     kept(directory)
     (directory / "states").write_text("left")
     work = Journal(directory, {"recipe": "s"})
@@ -183,7 +183,7 @@ def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(directory: Pat
     assert recorded_fingerprint(directory) == SAME
 
 
-def test_a_fingerprint_that_cannot_be_read_is_damage(directory: Path) -> None:
+def test_unreadable_fingerprint_is_refused_as_damage(directory: Path) -> None:
     kept(directory, "outer")
     (directory / FINGERPRINT_FILE).write_text("[")
     assert recorded_fingerprint(directory) == {}
@@ -191,7 +191,7 @@ def test_a_fingerprint_that_cannot_be_read_is_damage(directory: Path) -> None:
         opened(directory)
 
 
-def test_a_fingerprint_is_durable_under_its_name(
+def test_fingerprint_file_and_directory_are_synced(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both the file and the directory that names it, in this order: before any line of the journal."""
@@ -205,7 +205,7 @@ def test_a_fingerprint_is_durable_under_its_name(
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
-def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_covers_every_input_of_the_run(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text("1")
     second.write_text("2")
@@ -247,7 +247,7 @@ def planned(name: str, part: int) -> TensorPlan:
     return TensorPlan(name, "F32", (1, 1), Action.KEEP, "", None, stored, part)
 
 
-def test_tensors_are_done_with_their_unit() -> None:
+def test_finished_units_give_their_tensor_names() -> None:
     names = {"embed": -1, "zero": 0, "one": 1, "head": -1}
     plan: Any = SimpleNamespace(
         tensors=[planned(name, part) for name, part in names.items()],
@@ -260,7 +260,7 @@ def test_tensors_are_done_with_their_unit() -> None:
     assert len(finished_tensor_names(plan, units)) == 8
 
 
-def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
+def test_block_without_tensors_is_still_a_unit() -> None:
     plan: Any = SimpleNamespace(
         tensors=[planned("embed", -1), planned("one", 1), planned("head", -1)],
         tensors_after_blocks=("head",),
@@ -275,7 +275,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
     ]  # fmt: skip
 
 
-def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
+def test_stage_is_kept_only_when_resuming_its_run(tmp_path: Path) -> None:
     with Stage(tmp_path / "out", overwrite=False, disk=FAST) as stage:
         work = resume_or_create_journal(stage, SAME)
         work.close()
@@ -299,7 +299,7 @@ def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
 # ---- records
 
 
-def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
+def test_records_of_a_unit_merge_in_order() -> None:
     events = [Event("substitution", name, "") for name in "abc"]
     parts: list[dict[str, Any]] = [{}, {}]
     merge_records(parts[0], {"events": [events[0].to_json()], "metrics": {"a": {"error": 1.0}}})
@@ -313,7 +313,7 @@ def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
 @pytest.mark.parametrize(
     "shape", [(), (1,), (7,), (10, 3), (11, 3), (3, 40), (3, 100), (0, 5), (5, 0)]
 )
-def test_runs_of_rows_cover_a_tensor_within_their_bytes(
+def test_copy_strips_cover_a_tensor_within_the_byte_limit(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit_output, "COPY_STRIP_BYTES", 12)
@@ -330,7 +330,7 @@ def test_runs_of_rows_cover_a_tensor_within_their_bytes(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_checksums_are_of_bytes_however_they_are_cut(dtype: torch.dtype) -> None:
+def test_checksum_of_parts_equals_checksum_of_the_whole(dtype: torch.dtype) -> None:
     value = torch.randn(6, 4).to(dtype)
     data = value.view(torch.uint8).numpy().tobytes()
     assert checksum(value, 0) == zlib.crc32(data)
@@ -341,7 +341,7 @@ def test_checksums_are_of_bytes_however_they_are_cut(dtype: torch.dtype) -> None
     )
 
 
-def test_a_file_is_written_whole_or_takes_no_name(
+def test_durable_write_is_complete_or_leaves_no_file(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory.mkdir()
@@ -355,7 +355,7 @@ def test_a_file_is_written_whole_or_takes_no_name(
     assert not (directory / "other").exists()
 
 
-def test_a_journal_of_an_older_schema_is_refused_by_name(directory: Path) -> None:
+def test_journal_of_an_older_schema_is_refused(directory: Path) -> None:
     kept(directory, "outer")  # its fingerprint has no schema, as those of the first one
     with pytest.raises(IntegrityError) as refused:
         Journal(directory, {**SAME, "schema": journal.SCHEMA})

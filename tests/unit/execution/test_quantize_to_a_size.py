@@ -39,7 +39,7 @@ def two_commands(small, tmp_path_factory):
     return files(directory / "out")
 
 
-def test_the_same_bytes_as_by_two_commands(small, two_commands, tmp_path):
+def test_target_gives_the_bytes_of_allocate_then_quantize(small, two_commands, tmp_path):
     messages = []
     outcome = api.quantize(
         small, out=tmp_path / "out", settings=Settings(note=messages.append), **SIZE, **FEW
@@ -50,7 +50,9 @@ def test_the_same_bytes_as_by_two_commands(small, two_commands, tmp_path):
     assert any("expected KL" in message for message in messages)
 
 
-def test_it_goes_on_where_it_was_stopped(small, two_commands, tmp_path, monkeypatch):
+def test_resume_after_interruption_writes_the_same_bytes(
+    small, two_commands, tmp_path, monkeypatch
+):
     """Stopped once between two blocks that are measured, and once when it begins to round."""
 
     def run():
@@ -69,7 +71,7 @@ def test_it_goes_on_where_it_was_stopped(small, two_commands, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_plan_says_what_is_measured_first():
+def test_plan_notes_the_measurement_before_rounding():
     plan = api.plan(DEMO, target="3.4bpw", **ROWS)
     assert "measured first: what each of 7 schemes" in plan.notes[0]
     steps = plan.work.operations
@@ -101,7 +103,7 @@ def test_refusals(options, kind, message, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+def test_existing_output_is_refused_before_measuring(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     monkeypatch.setattr(candidate_errors, "candidate_errors", None)
@@ -118,9 +120,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, 
         ({"target": "3.6bpw", "format": "gguf"}, "demo-gptq-3.6bpw.gguf"),
     ],
 )
-def test_the_name_of_a_result_is_that_of_its_size_and_taken_ones_are_refused_first(
-    size, name, tmp_path, monkeypatch
-):
+def test_default_name_contains_the_size_and_existing_is_refused(size, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert api.plan(DEMO, **size, **ROWS).name == name
     (tmp_path / name).mkdir()
@@ -131,7 +131,7 @@ def test_the_name_of_a_result_is_that_of_its_size_and_taken_ones_are_refused_fir
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_an_interruption_says_where_the_measurement_waits(small, tmp_path, monkeypatch):
+def test_interruption_note_names_the_measurement_directory(small, tmp_path, monkeypatch):
     stopped_measuring(monkeypatch)
     announced = []
     settings = Settings(announce=lambda plan, out: announced.append(out.name))

@@ -37,20 +37,20 @@ def inputs():
     [("int8:token:dynamic", 0.004, 0.009), ("fp8:token:dynamic", 0.02, 0.03), ("fp8:g128:dynamic", 0.02, 0.03),
      ("mxfp4:g32:dynamic", 0.1, 0.13), ("mxfp8:g32:dynamic", 0.02, 0.04)],
 )  # fmt: skip
-def test_a_dynamic_range_costs_what_it_should(text, least, most):
+def test_dynamic_input_rounding_error_is_in_the_expected_range(text, least, most):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     error = (fake_quantize_input(x, activation(text)) - x).norm() / x.norm()
     assert least < error < most
 
 
-def test_codes_of_8_bits_are_those_of_the_token():
+def test_int8_codes_use_the_range_of_each_token():
     x = torch.tensor([[1.0, -2.0, 127.0, 0.4], [0.5, 0.25, -0.1, 0.0]])
     result = fake_quantize_input(x, activation("int8:token:dynamic"))
     assert result[0].tolist() == [1, -2, 127, 0]
     assert result[1] == pytest.approx([0.5, 0.25, -0.1, 0], abs=0.5 / 254)
 
 
-def test_a_column_of_outliers_is_left_alone_and_the_rest_gains():
+def test_outlier_column_stays_unrounded_and_others_gain_precision():
     x = inputs()
     plain = fake_quantize_input(x, activation("int8:token:dynamic"))
     mixed = fake_quantize_input(x, activation("int8:token:dynamic:6"))
@@ -59,7 +59,7 @@ def test_a_column_of_outliers_is_left_alone_and_the_rest_gains():
     assert (mixed - x)[:, rest].norm() < 0.1 * (plain - x)[:, rest].norm()
 
 
-def test_observers_differ_as_they_should():
+def test_observers_choose_the_expected_static_scales():
     x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))
     x[0, 0] = 100.0
     counts, peak = magnitude_histogram(x), float(x.abs().max())
@@ -121,7 +121,7 @@ def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
         add_input_parameters(tensor, plan, WEIGHT, Statistics(), "absmax")
 
 
-def test_kept_columns_leave_no_error_to_the_others():
+def test_unquantized_columns_are_decoupled_in_the_hessian():
     plan, _ = layer("int8:row:sym+int8:token:dynamic:6:2")
     hessian = torch.arange(16.0).view(4, 4) + 1
     hessian = hessian @ hessian.T

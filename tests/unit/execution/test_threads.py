@@ -35,7 +35,7 @@ def test_results_come_in_order_whoever_is_ready_first(workers):
     assert list(in_order(work, range(20), workers)) == [(item * item, 1) for item in range(20)]
 
 
-def test_no_more_is_begun_than_is_taken():
+def test_in_order_starts_few_items_ahead():
     started, before = [], torch.get_num_threads()
     with closing(in_order(started.append, range(100), 3)) as results:
         for _ in range(5):
@@ -46,7 +46,7 @@ def test_no_more_is_begun_than_is_taken():
     assert threading.active_count() < 50
 
 
-def test_an_error_in_a_thread_is_that_of_the_caller():
+def test_thread_error_is_raised_in_the_caller():
     def work(item):
         if item == 7:
             raise ValueError("seven")
@@ -59,7 +59,7 @@ def test_an_error_in_a_thread_is_that_of_the_caller():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
+def test_background_tasks_run_in_order_and_raise_errors(workers):
     done = []
     with BackgroundTask(workers) as background:
         for number in range(5):
@@ -76,9 +76,7 @@ def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
 
 
 @pytest.mark.parametrize("format_key", ["compressed-tensors", "gguf"])
-def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(
-    format_key, tmp_path, monkeypatch
-):
+def test_nan_in_a_strip_is_reported_at_its_matrix_position(format_key, tmp_path, monkeypatch):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 4096)
     model = gguf_models.make("llama", tmp_path / "m", torch.bfloat16)
     name, file = "model.layers.1.mlp.gate_proj.weight", model / "model.safetensors"
@@ -94,7 +92,7 @@ def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(
     assert f"{name!r} holds nan at [{rows - 2}, 7] of [{rows}, {columns}]" in str(raised.value)
 
 
-def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_path, monkeypatch):
+def test_damaged_tile_scale_is_reported_at_its_matrix_position(tiny, tmp_path, monkeypatch):
     source, name = tmp_path / "m", "model.layers.1.mlp.gate_proj.weight_scale_inv"
     source_recipe = build_recipe(
         None, method="rtn", scheme="fp8_e4m3:128x128", scales="absmax", format="fp8"
@@ -111,7 +109,7 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
         api.quantize(str(source), recipe, tmp_path / "out")
 
 
-def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
+def test_worker_count_follows_threads_or_processors(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(settings, "usable_processors", lambda: 5)
     assert rounding_workers(Settings()) == 5
@@ -122,7 +120,7 @@ def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatc
     assert rounding_workers(Settings()) == 3
 
 
-def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
+def test_thread_count_does_not_change_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 4096)  # many runs of a small model
     model = gguf_models.make("llama", tmp_path / "m", num_hidden_layers=1)
     files = []
@@ -149,7 +147,7 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
 )
 # By the compiled loops, and without.
 @pytest.mark.parametrize("least", [1 << 12, row_encoding.COMPILED_FROM])
-def test_strips_that_are_put_together_are_the_matrix(
+def test_rounding_in_strips_equals_rounding_the_whole_matrix(
     tiny, format_key, scheme, least, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(row_encoding, "COMPILED_FROM", least)
@@ -164,7 +162,7 @@ def test_strips_that_are_put_together_are_the_matrix(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
+def test_events_of_strips_are_counted_together(workers, monkeypatch):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 512)
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     weight[:, 40] = 1e4  # of one group in each row
@@ -183,7 +181,7 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
 
 
 @pytest.mark.parametrize("scales", ["search", "reference"])
-def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
+def test_error_over_strips_equals_error_of_the_matrix(scales, monkeypatch):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 512)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 256, generator=generator)
@@ -206,7 +204,7 @@ def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
     assert record["metrics"]["w"]["error"] == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):
+def test_matrices_overlap_between_workers(monkeypatch):
     monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 512)
     met, schemes = threading.Barrier(2, timeout=20), {"w": parse("int4:g32:sym")}
 

@@ -125,14 +125,14 @@ def nearly(result: Tensor | None, expected: Tensor, name: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["gpt-oss", further("mixtral"), further("deepseek-v32")])
-def test_behind_awq_what_was_tuned_verifies(tmp_path: Path, family: str) -> None:
+def test_tuned_mixture_after_awq_verifies(tmp_path: Path, family: str) -> None:
     model = short(tmp_path, family)
     quantize(model, tmp_path / "out", tuned(method="awq+gptq", tune=1))
     report = verify(tmp_path / "out", model, forward=False)
     assert report.findings == []
 
 
-def test_the_divergence_falls_and_routers_stay(
+def test_tuning_lowers_divergence_and_keeps_routers(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize(tiny("qwen2-moe"), tmp_path / "plain", tuned(tune=0))
@@ -152,7 +152,7 @@ def test_the_divergence_falls_and_routers_stay(
 
 
 @pytest.mark.thorough
-def test_neither_threads_nor_kills_change_a_byte(tmp_path: Path) -> None:
+def test_threads_and_resume_give_the_same_bytes(tmp_path: Path) -> None:
     recipe, model = tuned(tune=1), short(tmp_path, "gpt-oss")
     quantize(model, tmp_path / "whole", recipe, threads=1)
     out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}

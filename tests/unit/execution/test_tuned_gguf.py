@@ -69,7 +69,7 @@ def modules(path: Path) -> dict[str, QuantizedTensor]:
 
 @pytest.mark.usefixtures("better")
 @pytest.mark.parametrize("kind", usual(TYPES, "Q3_K_M", "Q5_1", "Q5_K_M"))
-def test_scales_and_codes_of_blocks_change_and_nothing_else(
+def test_tuning_changes_only_scales_and_codes_of_blocks(
     wide: Path, tmp_path: Path, kind: str
 ) -> None:
     for name, epochs in (("plain", 0), ("tuned", 2)):
@@ -103,7 +103,7 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", further("IQ3_XXS")])  # points of a lattice stay
-def test_what_was_tuned_diverges_less_and_verifies(
+def test_tuned_gguf_has_lower_divergence_and_verifies(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """On the rows that it learns on: eight steps on random tokens tell of no others."""
@@ -128,7 +128,7 @@ def test_what_was_tuned_diverges_less_and_verifies(
 
 @pytest.mark.usefixtures("better")
 @pytest.mark.parametrize("family", ["gemma2", further("qwen3_moe")])
-def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) -> None:
+def test_norms_are_tuned_in_the_dtype_of_the_file(tmp_path: Path, family: str) -> None:
     """It holds them in float32, of gemma with the one that the norm adds, whatever type the source has."""
     model, out = (
         gguf_models.make(family, tmp_path / "m", torch.bfloat16, num_hidden_layers=2),
@@ -153,7 +153,7 @@ def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("better")  # else nothing of so few rows is kept
 @pytest.mark.parametrize("choices", [{"type": "Q4_1"}, {"scheme": "mxfp4", "format": "gguf"}])
-def test_neither_threads_nor_a_kill_change_a_byte(
+def test_threads_and_resume_give_the_same_bytes_when_tuning(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     """It is killed when all is learned and nothing of it written; other places are those of `test_tuning`."""
@@ -184,7 +184,7 @@ def test_neither_threads_nor_a_kill_change_a_byte(
     ("scheme", "learned"),
     [("nvfp4", {"weight_packed", "weight_scale"}), ("mxfp4", {"weight_packed"})],
 )
-def test_four_bit_floats_are_learned(
+def test_four_bit_floats_are_tuned(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, learned: set[str]
 ) -> None:
     """And what is learned of them verifies: their codes, and the scales that are no powers of two."""
@@ -204,7 +204,7 @@ def test_four_bit_floats_are_learned(
         assert report.findings == []
 
 
-def test_the_plan_forecasts_it_and_effort_includes_it(tiny: Tiny) -> None:
+def test_plan_forecasts_tuning_and_effort_includes_it(tiny: Tiny) -> None:
     text = CalibrationOptions()
     planned = plan(
         tiny("llama"), tuned("Q4_1", effort="high", tune=DEFAULT_RECIPE.tune, calibration=text)

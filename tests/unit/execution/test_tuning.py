@@ -96,7 +96,7 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
         further("gemma2", "awq+gptq", "compressed-tensors", 1),
     ],
 )
-def test_only_what_is_learned_changes(
+def test_tuning_changes_only_scales_codes_and_norms(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     family: str, method: str, format_key: str, epochs: int,
 ) -> None:  # fmt: skip
@@ -123,7 +123,7 @@ def test_only_what_is_learned_changes(
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("gpt2", "awq+gptq")])
-def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
+def test_block_tuning_inputs_and_targets_are_correct(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
     reached, expected, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
@@ -150,7 +150,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
 
 
 @pytest.mark.parametrize("method", ["gptq", further("awq+gptq")])
-def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
+def test_tuning_during_or_after_rounding_gives_the_same_bytes(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     passes: list[int] = []
@@ -166,7 +166,7 @@ def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
     assert tree(tmp_path / "each") == tree(tmp_path / "later")
 
 
-def test_neither_threads_nor_place_change_a_byte(
+def test_threads_and_activation_storage_give_the_same_bytes(
     short: Tiny, tmp_path: Path, whole: dict[str, str]
 ) -> None:
     quantize(short("llama"), tmp_path / "out", tuned(), threads=3, activations="disk")
@@ -174,7 +174,7 @@ def test_neither_threads_nor_place_change_a_byte(
 
 
 @pytest.mark.thorough
-def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
+def test_multithreaded_backward_gives_the_same_bytes(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "LEAST", 1 << 12)
@@ -194,7 +194,7 @@ def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("part", ["block 1", "tune block 1", further("tune")])
-def test_it_goes_on_where_it_was_stopped(
+def test_resume_after_interruption_writes_the_same_bytes(
     short: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
 ) -> None:
     with pytest.raises(StopError):
@@ -204,7 +204,7 @@ def test_it_goes_on_where_it_was_stopped(
 
 
 @pytest.mark.thorough
-def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Path) -> None:
+def test_tuning_after_transforms_resumes_and_verifies(short: Tiny, tmp_path: Path) -> None:
     recipe = tuned("awq+gptq")
     quantize(short("gpt2"), tmp_path / "whole", recipe)
     with pytest.raises(StopError):
@@ -230,7 +230,7 @@ def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Pa
         ("fc1.bias", -1.0, "unquantized-changed"),
     ],
 )
-def test_damage_behind_transforms_is_told_from_what_was_learned(
+def test_verify_tells_damage_from_tuning_after_transforms(
     short: Tiny, tmp_path: Path, behind_awq: Path, tensor: str, part: float, check: str
 ) -> None:
     out = shutil.copytree(behind_awq, tmp_path / "out")
@@ -245,7 +245,7 @@ def test_damage_behind_transforms_is_told_from_what_was_learned(
 
 
 @pytest.mark.thorough
-def test_a_kill_before_the_results_are_written_loses_nothing(
+def test_kill_before_writing_results_loses_no_tuning(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     learned: list[str] = []
@@ -267,7 +267,7 @@ def test_a_kill_before_the_results_are_written_loses_nothing(
     assert tree(tmp_path / "out") == whole
 
 
-def test_results_that_were_damaged_meanwhile_are_not_used(short: Tiny, tmp_path: Path) -> None:
+def test_resume_refuses_damaged_tuning_results(short: Tiny, tmp_path: Path) -> None:
     with pytest.raises(StopError):
         quantize(short("llama"), tmp_path / "out", tuned(), progress=crash_after("tune block 0"))
     file = tmp_path / ".out.qf" / "journal" / FILE
@@ -278,7 +278,7 @@ def test_results_that_were_damaged_meanwhile_are_not_used(short: Tiny, tmp_path:
         quantize(short("llama"), tmp_path / "out", tuned())
 
 
-def test_results_may_be_larger_than_the_limit_of_a_journal(
+def test_tuning_results_may_exceed_the_journal_size_limit(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     opened, roles = Opener.open_checked, []
@@ -312,7 +312,7 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
         ("llama", "gptq", {"scheme": "W8A8"}, RefusedError, "reads rounded inputs"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(
+def test_tuning_refuses_unsupported_runs(
     short: Tiny, tmp_path: Path, family: str, method: str, choices: dict[str, Any],
     error: type[Exception], words: str,
 ) -> None:  # fmt: skip
@@ -321,13 +321,13 @@ def test_what_cannot_be_tuned_is_refused(
     assert "--tune" in str(raised.value.hint)  # type: ignore[attr-defined]
 
 
-def test_one_calibration_row_is_refused(short: Tiny, tmp_path: Path) -> None:
+def test_tuning_with_one_calibration_row_is_refused(short: Tiny, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="one calibration row"):
         quantize(short("llama"), tmp_path / "out", tuned(calibration=replace(ROWS, samples=1)))
     assert not any(tmp_path.iterdir())
 
 
-def test_gains_beyond_the_bounds_are_found(short: Tiny, tmp_path: Path, result: Path) -> None:
+def test_verify_reports_gains_beyond_the_bounds(short: Tiny, tmp_path: Path, result: Path) -> None:
     copied(result, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
@@ -344,7 +344,7 @@ def test_gains_beyond_the_bounds_are_found(short: Tiny, tmp_path: Path, result: 
     assert results == {name, "model.norm.weight"}
 
 
-def test_no_step_takes_a_gain_beyond_the_bounds(
+def test_large_steps_keep_gains_within_bounds(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However large the steps are, and even where what they lead to passes for better."""
@@ -360,14 +360,16 @@ def test_no_step_takes_a_gain_beyond_the_bounds(
     assert "unquantized-changed" not in {item.check for item in report.findings}
 
 
-def test_what_is_made_of_it_verifies_against_the_source(short: Tiny, tmp_path: Path) -> None:
+def test_export_of_tuned_result_verifies_against_the_source(short: Tiny, tmp_path: Path) -> None:
     quantize(short("llama"), tmp_path / "out", tuned(scheme="int4:g32:sym"))
     export(tmp_path / "out", None, tmp_path / "other", format="gptq")
     report = verify(tmp_path / "other", short("llama"), forward=False)
     assert (report.findings, report.unrecorded_factors) == ([], [])
 
 
-def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: Path) -> None:
+def test_verify_accepts_changed_gains_only_with_a_tuning_recipe(
+    short: Tiny, tmp_path: Path, result: Path
+) -> None:
     copied(result, tmp_path / "out")
     path = tmp_path / "out" / "quantforge.manifest.json"
     document = json.loads(path.read_text())
@@ -381,7 +383,7 @@ def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: 
     )
 
 
-def test_the_plan_states_it(short: Tiny) -> None:
+def test_plan_includes_the_option(short: Tiny) -> None:
     planned = plan(short("llama"), tuned(tune=3))
     assert planned.tune == 3
     assert any("tune: 3 epochs" in note for note in planned.notes)

@@ -45,7 +45,7 @@ def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
     return [read_tensor(output._writer.entry(name)) for name in names]
 
 
-def test_runs_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
+def test_strips_written_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
     whole = unit_output.checksum(VALUE, 0)
     output.write_unquantized_rows(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
     assert output.finish() == {"rows": whole}
@@ -56,9 +56,7 @@ def test_runs_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
     assert refused.value.hint == "again"
 
 
-def test_what_another_process_has_written_is_copied_whole(
-    output: UnitOutput, tmp_path: Path
-) -> None:
+def test_tensors_of_another_process_are_copied(output: UnitOutput, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     writer = WeightsWriter(tmp_path / "other", [FilePlan("file", 164, (), PLACES)])
     there = UnitOutput(output.storage, writer)
@@ -74,7 +72,7 @@ def test_what_another_process_has_written_is_copied_whole(
     output.check("scalar", there.sums["scalar"], "")
 
 
-def test_a_tensor_whose_columns_alternate_is_kept_as_two(output: UnitOutput) -> None:
+def test_interleaved_tensor_is_written_as_two(output: UnitOutput) -> None:
     value = VALUE[:2].repeat(1, 2)[:, :6]
     output.write_unquantized(kept(EVEN, ODD, shape=(2, 6)), value)
     even, odd = value_of(output, "even", "odd")
@@ -88,7 +86,7 @@ def test_a_tensor_whose_columns_alternate_is_kept_as_two(output: UnitOutput) -> 
     [(kept(SCALAR, shape=()), torch.tensor(2.0)), (kept(ROWS, shape=(7, 4)), VALUE)],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whole(
+def test_unquantized_tensor_is_copied_in_strips_where_possible(
     output: UnitOutput, tensor: TensorPlan, value: Tensor, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     requested: list[object] = []
@@ -110,7 +108,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
     assert requested == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
 
 
-def test_engines_load_matrices_of_one_input_with_one_parameter() -> None:
+def test_matrices_of_one_input_and_joint_scheme_are_grouped() -> None:
     """Of a scheme with a joint parameter, and only those that have the same scheme and input."""
     joint, other = parse_layer("NVFP4A16"), parse_layer("int4:g32:sym")
     query = TensorPlan("q", "F32", (4, 4), Action.QUANTIZE, "", joint, shared="attn")

@@ -49,7 +49,7 @@ MIXTURE = (
 )
 
 
-def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others() -> None:
+def test_experts_are_units_only_in_calibrated_runs() -> None:
     units = list_units(plan_of(*MIXTURE), 2)
     assert [unit.name for unit in units] == [
         "outer", "block 0 expert 0", "block 0 expert 1", "block 0", "block 1", "head",
@@ -70,13 +70,13 @@ def test_experts_are_claimed_with_their_block() -> None:
     ]  # fmt: skip
 
 
-def test_weights_of_tokens_are_made_before_the_blocks() -> None:
+def test_token_weights_unit_precedes_the_blocks() -> None:
     units = list_units(plan_of(MIXTURE[1], MIXTURE[4], guided_hessians=2), 2)
     assert [unit.name for unit in units] == ["outer", "token weights", "block 0", "block 1", "head"]
     assert work_shares(units)["token weights"] == pytest.approx(0.5)
 
 
-def test_shares_are_of_the_weights_that_are_rounded() -> None:
+def test_work_shares_follow_rounded_weights() -> None:
     shares = work_shares(list_units(plan_of(*MIXTURE), 2))
     assert shares.keys() == {"outer", "block 0", "block 1", "head"}
     assert sum(shares.values()) == pytest.approx(1)
@@ -86,7 +86,7 @@ def test_shares_are_of_the_weights_that_are_rounded() -> None:
     assert set(work_shares(list_units(plan_of(), 2)).values()) == {0.0}
 
 
-def test_what_processes_cannot_share_is_refused() -> None:
+def test_runs_that_processes_cannot_share_are_refused() -> None:
     def check(plan: Any, **options: bool) -> None:
         usual = {"overwrite": False, "prunes_experts": False, "torchrun": True, "replayed": False}
         check_shareable(plan, **{**usual, **options})

@@ -20,7 +20,7 @@ def matrix(rotation: Rotation) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_a_hadamard_matrix_under_signs(size: int) -> None:
+def test_rotation_is_a_signed_hadamard_matrix(size: int) -> None:
     result = matrix(Rotation(size, "any"))
     assert torch.equal(result.abs(), torch.full((size, size), size**-0.5).double())
     torch.testing.assert_close(
@@ -29,17 +29,17 @@ def test_it_is_a_hadamard_matrix_under_signs(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 6, 18, 92, 100, 11008])
-def test_sizes_that_none_is_known_of(size: int) -> None:
+def test_sizes_without_a_hadamard_matrix(size: int) -> None:
     assert not has_hadamard(size)
 
 
-def test_the_sizes_of_models_are_known() -> None:
+def test_common_model_sizes_have_a_hadamard_matrix() -> None:
     hidden = (576, 896, 960, 1024, 1152, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 3840, 4096, 5120)
     assert all(map(has_hadamard, (*hidden, 5376, 6144, 7168, 8192, 12288, 16384, 18432)))
     assert all(map(has_hadamard, (64, 80, 96, 112, 128, 160, 192, 256)))
 
 
-def test_signs_are_of_the_seed_alone() -> None:
+def test_signs_depend_only_on_the_seed() -> None:
     assert torch.sign(matrix(Rotation(8, "residual stream 0"))[:, 0]).tolist() == [
         1,
         1,
@@ -57,7 +57,7 @@ def test_signs_are_of_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("shape", "axis"), [((40, 7), 0), ((5, 60), 1), ((2, 40, 3), 1), ((40,), 0)]
 )
-def test_each_run_along_an_axis_is_multiplied_by_it(shape: tuple[int, ...], axis: int) -> None:
+def test_rotation_multiplies_each_run_along_an_axis(shape: tuple[int, ...], axis: int) -> None:
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(shape, generator=generator)
     rotation = Rotation(20, "x")
@@ -68,7 +68,7 @@ def test_each_run_along_an_axis_is_multiplied_by_it(shape: tuple[int, ...], axis
     )
 
 
-def test_no_bit_depends_on_what_is_rotated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_size_does_not_change_rotated_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(48, 72, generator=torch.Generator().manual_seed(1))
     for axis, size in ((0, 48), (1, 24)):
         first, second = value.clone(), value.clone()

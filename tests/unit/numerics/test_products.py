@@ -106,17 +106,17 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
-def test_no_product_of_a_run_is_left_to_several_threads(
+def test_run_uses_no_multithreaded_torch_products(
     family: str, method: str, values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:  # fmt: skip
-    expected = swift(method) if method == "awq+gptq" else recipe(method)
+    run_recipe = swift(method) if method == "awq+gptq" else recipe(method)
     for key, value in values.items():
         group, _, option = key.rpartition(".")
-        inner = replace(getattr(expected, group), **{option: value}) if group else value
-        expected = replace(expected, **{group or key: inner})
+        inner = replace(getattr(run_recipe, group), **{option: value}) if group else value
+        run_recipe = replace(run_recipe, **{group or key: inner})
     with Watch() as watch:
         api.quantize(
-            str(tiny(family)), expected, tmp_path / NAMES[expected.format], Settings(threads=8)
+            str(tiny(family)), run_recipe, tmp_path / NAMES[run_recipe.format], Settings(threads=8)
         )
     assert watch.seen > 100
     assert not watch.shared_out
@@ -133,7 +133,7 @@ def test_no_product_of_a_run_is_left_to_several_threads(
     ],
     ids=lambda values: values.get("scheme", values.get("type")),
 )
-def test_nor_a_sum_of_plain_rounding(
+def test_plain_rounding_uses_no_multithreaded_torch_sums(
     values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:
     path = tiny("llama-wide")
@@ -143,7 +143,7 @@ def test_nor_a_sum_of_plain_rounding(
     assert not watch.shared_out
 
 
-def test_nor_one_of_an_importance_matrix(
+def test_imatrix_uses_no_multithreaded_torch_products(
     tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:
     threads(8)
@@ -153,7 +153,7 @@ def test_nor_one_of_an_importance_matrix(
     assert not watch.shared_out
 
 
-def test_the_watch_sees_what_is_left_to_several_threads(threads: Any) -> None:
+def test_watch_detects_multithreaded_operations(threads: Any) -> None:
     threads(2)
     with torch.inference_mode(), Watch() as watch:
         _matrix(4, 4) @ _matrix(4, 4)
@@ -261,7 +261,7 @@ def test_gradients_of_linears_are_those_of_torch_for_any_threads(
     assert shared == [2, 2, 5, 5]
 
 
-def test_weights_that_want_gradients_are_left_to_torch() -> None:
+def test_linears_with_weight_gradients_use_torch() -> None:
     x, weight = _matrix(2, 3, 4).requires_grad_(), _matrix(5, 4).requires_grad_()
     with reproducible(), tiled_linears(2), torch.enable_grad():
         functional.linear(x, weight).sum().backward()
@@ -311,7 +311,7 @@ def test_large_products_are_computed_on_the_threads_of_the_run(
     assert len(used) == 2
 
 
-def test_products_of_ours_may_be_asked_for_inside_of_cutting(
+def test_own_products_work_inside_tiled_products(
     monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
     monkeypatch.setattr(products, "LEAST", 1 << 18)
@@ -326,7 +326,7 @@ def test_products_of_ours_may_be_asked_for_inside_of_cutting(
 
 
 @pytest.mark.parametrize("layout", ["strided", "transposed", "bfloat16", "nothing", "small"])
-def test_onednn_is_not_asked_for_what_it_is_slow_at(
+def test_onednn_is_not_used_for_slow_layouts(
     layout: str, monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
     """Seen: a thousandth of the speed for a weight with gaps between its rows, an error for one without columns."""
@@ -348,7 +348,7 @@ def test_onednn_is_not_asked_for_what_it_is_slow_at(
                 functional.linear(a, b)
 
 
-def test_onednn_is_asked_for_few_shapes_whatever_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_sees_few_shapes_for_any_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps 0.4 MB for each: with 64 experts the peak of a run was 1.85 times that with 8."""
     monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
     x, weight = _matrix(256, 300), _matrix(256, 300, seed=1)
@@ -372,7 +372,7 @@ def test_onednn_is_asked_for_few_shapes_whatever_the_rows(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("columns", [300, 3000])
-def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
+def test_tiles_have_layouts_that_onednn_handles_fast(
     columns: int, monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
     monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
@@ -393,7 +393,7 @@ def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
     assert all(requested)
 
 
-def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
+def test_no_part_starts_after_another_failed(threads: Any) -> None:
     threads(2)
     started = []
 

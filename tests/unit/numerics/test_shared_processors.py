@@ -20,7 +20,7 @@ from tests.runs import command
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {}, None),
     ],
 )
-def test_it_is_set_where_nobody_has_decided(there, loaded, spins, monkeypatch):
+def test_spin_count_is_set_unless_already_decided(there, loaded, spins, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(there))
     monkeypatch.setattr(sys, "modules", loaded)
     shared_processors.wait_briefly()
@@ -43,7 +43,7 @@ def test_it_is_set_where_nobody_has_decided(there, loaded, spins, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("shared", [False, True])
-def test_verbs_that_decode_keep_their_threads_awake_where_nobody_else_computes(
+def test_decoding_commands_spin_only_on_unshared_processors(
     arguments, briefly, shared, monkeypatch, capsys
 ):
     called: list[bool] = []
@@ -76,7 +76,7 @@ def system(monkeypatch, files: dict[str, str | list[str]]) -> None:
         ("", {}, None),
     ],
 )  # fmt: skip
-def test_the_quota_of_a_container_counts(groups, limits, quota, monkeypatch):
+def test_processor_quota_reads_the_cgroup_limit(groups, limits, quota, monkeypatch):
     files = {f"/sys/fs/cgroup/{name}": text for name, text in limits.items()}
     system(monkeypatch, {"/proc/self/cgroup": groups, **files})
     assert shared_processors.processor_quota() == quota
@@ -102,7 +102,7 @@ def test_processors_that_others_use_are_shared(load, quota, ticks, shared, monke
     assert shared_processors.processors_are_shared() == shared
 
 
-def test_the_share_is_the_time_that_threads_ran_of_what_they_asked_for(monkeypatch):
+def test_processor_share_is_run_time_over_requested_time(monkeypatch):
     counts = [f"{ran} {waited} 9" for ran, waited in ((0, 0), (6_000, 2_000))]
     stat = [f"cpu0 {busy} 0 0 0 0 0 0 {stolen}" for busy, stolen in ((0, 0), (80, 20))]
     files = {f"/proc/self/task/{os.getpid()}/schedstat": counts, "/proc/stat": stat}
@@ -112,7 +112,7 @@ def test_the_share_is_the_time_that_threads_ran_of_what_they_asked_for(monkeypat
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not count it")
-def test_this_system_counts_the_share():
+def test_processor_share_is_available_on_linux():
     share = shared_processors.ProcessorShare()
     sum(range(3_000_000))
     result = share.current_share()
@@ -120,6 +120,6 @@ def test_this_system_counts_the_share():
     assert 0 < result <= 1
 
 
-def test_nothing_is_said_where_the_system_does_not_count(monkeypatch):
+def test_processor_share_is_none_without_system_counters(monkeypatch):
     system(monkeypatch, {})
     assert shared_processors.ProcessorShare().current_share() is None

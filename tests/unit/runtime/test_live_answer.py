@@ -135,10 +135,10 @@ def test_log_probabilities_are_those_of_transformers() -> None:
 @pytest.mark.tokens
 def test_several_answers_are_those_of_their_seeds() -> None:
     loaded = quantforge.load(DEMO)
-    expected: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
-    result = quantforge.generate(loaded, "import", n=3, seed=8, **expected)
+    options: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
+    result = quantforge.generate(loaded, "import", n=3, seed=8, **options)
     alone = [
-        quantforge.generate(loaded, "import", seed=seed, **expected).tokens for seed in (8, 9, 10)
+        quantforge.generate(loaded, "import", seed=seed, **options).tokens for seed in (8, 9, 10)
     ]
     assert [choice.tokens for choice in result.choices] == alone
     assert len(set(alone)) > 1
@@ -147,10 +147,10 @@ def test_several_answers_are_those_of_their_seeds() -> None:
 @pytest.mark.tokens
 def test_beams_are_answers_with_scores() -> None:
     loaded = quantforge.load(DEMO)
-    expected: Any = {"raw": True, "max_tokens": 12}
-    greedy = quantforge.generate(loaded, "import", logprobs=0, **expected)
+    options: Any = {"raw": True, "max_tokens": 12}
+    greedy = quantforge.generate(loaded, "import", logprobs=0, **options)
     result = quantforge.generate(
-        loaded, "import", beams=4, n=2, length_penalty=0.0, early_stopping="never", **expected
+        loaded, "import", beams=4, n=2, length_penalty=0.0, early_stopping="never", **options
     )
     assert len(result.choices) == 2
     scores = [choice.score for choice in result.choices]
@@ -161,7 +161,7 @@ def test_beams_are_answers_with_scores() -> None:
     assert one.logprobs is not None
     assert scores[0] >= math.fsum(token.chosen.logprob for token in one.logprobs) - 0.05
     assert result.text == tokenizer_at(DEMO).decode(result.tokens)
-    assert quantforge.generate(loaded, "import", beams=1, **expected).tokens == greedy.tokens
+    assert quantforge.generate(loaded, "import", beams=1, **options).tokens == greedy.tokens
 
 
 @pytest.mark.parametrize(
