@@ -41,7 +41,7 @@ def test_mxfp4_takes_the_nearest_level_under_the_power_of_two_of_the_standard():
     assert torch.equal(result, (levels[nearest] * scaled.sign() * steps).view(5, 64))
 
 
-def test_the_last_run_of_channels_may_be_shorter():
+def test_last_group_of_channels_may_be_shorter():
     x, activation = values(72), Activation("fp8_e4m3", "g64")
     parts = [fake_quantize_input(part.contiguous(), activation) for part in (x[:, :64], x[:, 64:])]
     assert torch.equal(fake_quantize_input(x, activation), torch.cat(parts, 1))

@@ -41,14 +41,14 @@ def error(weight, tensor, columns):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_the_search_is_as_good_as_it_says(grid):
+def test_search_error_matches_the_recorded_value(grid):
     weight, columns = matrix(), importance()
     result = error(weight, encode_rows(weight, parse(grid), columns), columns)
     assert result == pytest.approx(ERRORS[grid], rel=0.04)
 
 
 @pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
-def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
+def test_search_beats_ggml_under_the_same_objective(grid):
     weight, columns = matrix(), importance()
     weights = columns * (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()
     ours = error(weight, encode_rows(weight, parse(grid), columns), weights)
@@ -57,7 +57,7 @@ def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
 
 
 @pytest.mark.parametrize("grid", sorted(SCALE_RANGES))
-def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
+def test_short_search_without_importance_loses_little(grid):
     weight = matrix()
     equal = torch.ones(weight.shape[1])
     weights = (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()
@@ -69,7 +69,7 @@ def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_the_search_in_torch_finds_the_same(grid, monkeypatch):
+def test_torch_search_equals_the_compiled_search(grid, monkeypatch):
     weight, columns = matrix(), importance()
     compiled = encode_rows(weight, parse(grid), columns)
     monkeypatch.setattr(searching, "_use_compiled_loops", lambda x: False)
@@ -92,7 +92,7 @@ def test_the_compiled_encoder_equals_the_one_in_torch(grid):
 
 
 @pytest.mark.parametrize("grid", BLOCKS)
-def test_any_run_of_columns(grid):
+def test_ggml_encoding_of_column_runs_equals_the_whole(grid):
     weight, scheme = matrix(5), parse(grid)
     parameters = fit(weight, scheme, importance(), search=True)
     codes = encode(weight, parameters, scheme)
@@ -111,7 +111,7 @@ def test_any_run_of_columns(grid):
 
 
 @pytest.mark.parametrize("grid", BLOCKS)
-def test_codes_are_the_nearest(grid):
+def test_encoded_codes_are_the_nearest(grid):
     weight, scheme = matrix(3), parse(grid)
     parameters = fit(weight, scheme, search=True)
     codes = encode(weight, parameters, scheme)
@@ -125,7 +125,7 @@ def test_codes_are_the_nearest(grid):
 
 
 @pytest.mark.parametrize("grid", BLOCKS)
-def test_rows_do_not_see_each_other(grid):
+def test_rows_are_encoded_independently(grid):
     weight, columns = matrix(130), importance()
     together = pack_blocks(encode_rows(weight, parse(grid), columns))
     alone = pack_blocks(encode_rows(weight[65:67], parse(grid), columns))
@@ -145,7 +145,7 @@ def test_threads_change_nothing(threads):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_parameters_are_as_stored(grid):
+def test_fitted_parameters_equal_their_stored_values(grid):
     scheme = parse(grid)
     tensor = encode_rows(matrix(2), scheme)
     again = unpack_blocks(pack_blocks(tensor), scheme)
@@ -168,7 +168,7 @@ def test_zeros_stay_zeros(grid):
 
 
 @pytest.mark.parametrize("grid", ["q4_0", "q4_1", "q4_k", "q6_k", "iq4_xs"])
-def test_one_value_throughout(grid):
+def test_constant_rows_are_encoded(grid):
     for value in (0.5, -0.5):
         decoded = encode_rows(torch.full((2, 256), value), parse(grid)).decode()
         assert torch.allclose(decoded, torch.tensor(value), rtol=2e-3)
@@ -191,7 +191,7 @@ def test_tiny_weights_do_not_vanish(grid):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_the_packer_is_found_and_bytes_are_counted(grid):
+def test_packer_lookup_and_byte_count(grid):
     scheme = parse(grid)
     packer = get_packer(scheme)
     tensor = encode_rows(matrix(3), scheme)
@@ -203,7 +203,7 @@ def test_the_packer_is_found_and_bytes_are_counted(grid):
 
 @given(st.sampled_from(ENCODED), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
-def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
+def test_any_codes_and_parameters_round_trip(grid, rows, blocks, seed):
     generator = torch.Generator().manual_seed(seed)
     limits, scheme = CODE_RANGES[grid], parse(grid)
     tensor = unpack_blocks(

@@ -80,7 +80,7 @@ def test_the_plain_fit_is_absmax_and_min_max_with_codes_of_the_rounded_scale() -
     assert parameters["zeros"].tolist() == [[5], [5]]
 
 
-def test_where_the_zero_point_of_a_group_lies() -> None:
+def test_zero_point_of_a_group_is_within_one_to_fifteen() -> None:
     """One at least, as the first layout of GPTQ needs; the scale is that of the codes which are left then."""
     groups = {
         (0.0, 7.0, 14.0): (14 / 14, 1), (3.0, 9.0, 14.0): (14 / 14, 1),  # nothing below zero
@@ -94,7 +94,7 @@ def test_where_the_zero_point_of_a_group_lies() -> None:
     assert parameters["zeros"].flatten().tolist() == [zero for _, zero in groups.values()]
 
 
-def test_the_ends_of_the_range_of_scales() -> None:
+def test_scales_are_clamped_or_refused_at_float16_limits() -> None:
     half = torch.float16
     scales = torch.tensor([0.0, 2.0**-30, 2.0**-24, 1.0, 65504.0])
     kept = integer.round_scales(scales, half)
@@ -169,7 +169,7 @@ def test_encoding_decoded_values_gives_the_same_codes(text: str) -> None:
     ("text", [*SCHEMES, "int2:g11:asym:f16", "int4:row:sym:f16"]),
     ("weighted", [False, True]),
 )
-def test_searching_never_loses_to_covering_and_usually_wins(text: str, weighted: bool) -> None:
+def test_scale_search_never_loses_to_absmax_and_usually_wins(text: str, weighted: bool) -> None:
     weight, scheme = _weight(rows=40), _scheme(text)
     importance = (
         torch.rand(66, generator=torch.Generator().manual_seed(2)).square() if weighted else None
@@ -183,7 +183,7 @@ def test_searching_never_loses_to_covering_and_usually_wins(text: str, weighted:
     assert float(result.sum()) < (0.995 if scheme.bits == 8 else 0.97) * float(plain.sum())
 
 
-def test_the_sign_of_the_scale_lets_the_longer_side_serve_either_tail() -> None:
+def test_negative_scale_uses_the_longer_side_of_the_grid() -> None:
     scheme = parse("int2:g4:sym:f32")
     weight = torch.tensor([[2.0, 1.0, -1.0, 0.0], [-2.0, -1.0, 1.0, 0.0]])
     parameters = integer.fit(weight, scheme, search=True)
@@ -246,7 +246,7 @@ def test_scales_beyond_their_type_are_refused_and_tiny_ones_stay_above_zero(sear
 
 @pytest.mark.parametrize("power", [-6, 5])
 @pytest.mark.parametrize("text", ["int4:g33:sym:bf16", "int3:row:asym:f32"])
-def test_a_power_of_two_moves_only_the_scales(text: str, power: int) -> None:
+def test_power_of_two_factor_changes_only_the_scales(text: str, power: int) -> None:
     weight, scheme = _weight(), parse(text)
     first = integer.fit(weight, scheme, search=True)
     second = integer.fit(weight * 2.0**power, scheme, search=True)
@@ -260,7 +260,5 @@ def test_a_power_of_two_moves_only_the_scales(text: str, power: int) -> None:
     ("text", "decibel"),
     [("int4:g128:sym:f16", 18.62), ("int8:g128:sym:f16", 43.8), ("int3:g128:asym:f16", 13.33)],
 )
-def test_the_error_on_normal_weights_is_neither_more_nor_less_than_it_must_be(
-    text: str, decibel: float
-) -> None:
+def test_error_on_normal_weights_is_as_measured(text: str, decibel: float) -> None:
     assert _sqnr(parse(text)) == pytest.approx(decibel, abs=0.15)

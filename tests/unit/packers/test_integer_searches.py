@@ -125,7 +125,7 @@ def agreement(result: Tensor, reference: Array) -> float:
         ],
     ),
 )
-def test_scales_and_zeros_are_those_of_a_slow_search(text: str, weighted: bool) -> None:
+def test_scales_and_zeros_equal_a_slow_search(text: str, weighted: bool) -> None:
     weight, importance = hard()
     scheme = parse(text)
     chosen = importance if weighted else None
@@ -163,7 +163,7 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         ["int3:g12:sym:f32", "int3:g12:asym:f16", "int3:tensor:sym:f32", "int3:tensor:asym:f32"],
     ),
 )
-def test_the_loops_for_large_matrices_make_the_same_search(
+def test_loops_for_large_matrices_equal_the_torch_search(
     text: str, weighted: bool, looped: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, importance = (part[..., 24:60].contiguous() for part in hard(20))

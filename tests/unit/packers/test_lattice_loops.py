@@ -135,7 +135,7 @@ def _tried_one_by_one(
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("ways", [2, 4])
-def test_a_group_is_cut_as_if_all_ways_were_tried(ways: int) -> None:
+def test_group_partition_equals_exhaustive_search(ways: int) -> None:
     size, draw = 64 // ways, numpy.random.default_rng(ways)
     halves = numpy.empty((2, 4 * size + 16), numpy.float32)
     wide = numpy.empty((2, 8 * size + 8), numpy.float32)
@@ -166,7 +166,7 @@ def test_a_group_is_cut_as_if_all_ways_were_tried(ways: int) -> None:
 
 
 @pytest.mark.parametrize("grid", sorted(LATTICES))
-def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
+def test_chosen_point_is_nearest_under_weighted_squares(grid: str) -> None:
     lattice, draw = LATTICES[grid], torch.Generator().manual_seed(0)
     x, w = torch.randn(8, 64, generator=draw), torch.rand(8, 64, generator=draw) ** 2
     step = torch.rand(8, 64, generator=draw) + 2.5
@@ -194,7 +194,7 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     assert torch.allclose(mine, best, rtol=1e-4, atol=1e-6)
 
 
-def test_codes_of_columns_that_are_no_multiple_of_eight() -> None:
+def test_columns_not_a_multiple_of_eight_are_encoded() -> None:
     draw = torch.Generator().manual_seed(1)
     x, step = torch.randn(3, 24, generator=draw), torch.full((3, 24), 0.2)
     whole = nearest_weighted(x, step, None, "iq3_s", torch.ones_like(x))
@@ -236,7 +236,7 @@ TIES = {
 
 
 @pytest.mark.parametrize("grid", usual(sorted(LATTICES), *sorted(LATTICES)[::2]))
-def test_ties_fall_as_in_ggml(grid: str) -> None:
+def test_ties_break_as_in_ggml(grid: str) -> None:
     x, importance = even_rows()
     mine = pack_blocks(packer.encode_rows(x, parse(grid), importance))
     if grid in TIES:

@@ -53,7 +53,7 @@ def rows(count: int = 8, columns: int = 512) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
+def test_random_bytes_decode_as_gguf_and_round_trip(grid: str) -> None:
     draw = torch.Generator().manual_seed(0)
     size = GGML_BLOCKS[grid].block_bytes
     raw = torch.randint(0, 256, (64, 2 * size), dtype=torch.uint8, generator=draw)
@@ -83,7 +83,7 @@ def digest(*tensors: Tensor) -> str:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_reference_has_the_bytes_of_ggml(grid: str) -> None:
+def test_reference_encoder_writes_ggml_bytes(grid: str) -> None:
     x, importance = rows()
     for row_importance in (importance, None):
         if row_importance is None and grid in NEED_IMPORTANCE:
@@ -116,7 +116,7 @@ def test_search_loses_less_than_ggml(grid: str) -> None:
 
 
 @pytest.mark.parametrize("grid", usual(GRIDS, *GRIDS[::2]))
-def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
+def test_nearest_search_is_rarely_beaten_by_brute_force(grid: str) -> None:
     lattice, draw = LATTICES[grid], torch.Generator().manual_seed(3)
     width = lattice.weights_per_code
     root = torch.linalg.cholesky(torch.eye(width) + 0.3 * torch.ones(width, width)).contiguous()
@@ -145,7 +145,7 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_feedback_in_panels_loses_less(grid: str) -> None:
+def test_panel_error_feedback_lowers_the_error(grid: str) -> None:
     draw = torch.Generator().manual_seed(4)
     weight, inputs = torch.randn(24, 256, generator=draw), torch.randn(768, 256, generator=draw)
     inputs = inputs @ torch.randn(256, 256, generator=draw)

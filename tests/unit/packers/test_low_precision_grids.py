@@ -36,13 +36,13 @@ def decibels(weight: torch.Tensor, result: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("text", DECIBELS)
-def test_errors_are_those_that_were_measured_and_no_less(text):
+def test_errors_match_the_recorded_decibels(text):
     weight = normal(1024, 1024)
     assert decibels(weight, rounded(weight, text)) == pytest.approx(DECIBELS[text], abs=0.15)
 
 
 @pytest.mark.parametrize("text", [text for text in SCHEMES if text != "fp8:tensor"])
-def test_a_search_is_better(text):
+def test_scale_search_lowers_the_error(text):
     weight = normal()
     gain = decibels(weight, rounded(weight, text, search=True)) - decibels(
         weight, rounded(weight, text)
@@ -101,7 +101,7 @@ def test_zeros_constants_and_tiny_groups_stay_finite(text, search):
 
 @pytest.mark.parametrize("grid", ["nf4", "fp4"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_plain_blocks_have_the_bytes_of_bitsandbytes(grid, size):
+def test_plain_blocks_equal_bitsandbytes(grid, size):
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = normal(128, 512) * 0.03
     weight[3, :64], weight[4, :64] = 0, 0.25
@@ -121,7 +121,7 @@ def test_plain_blocks_have_the_bytes_of_bitsandbytes(grid, size):
 
 @pytest.mark.parametrize("grid", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", [(512, 1024), (333, 448)])
-def test_plain_double_quantization_has_the_bytes_of_bitsandbytes(grid, shape):
+def test_double_quantization_equals_bitsandbytes(grid, shape):
     functional = pytest.importorskip("bitsandbytes.functional")
     weight, scheme = normal(*shape) * 0.03, parse(f"{grid}:g64:sym:double")
     weight[3, :64], weight[4, :64] = 0, 0.25
@@ -150,7 +150,7 @@ def test_plain_double_quantization_has_the_bytes_of_bitsandbytes(grid, shape):
     )
 
 
-def test_after_a_search_codes_are_chosen_under_the_scales_as_decoded():
+def test_codes_after_search_use_the_decoded_scales():
     weight, scheme = normal(512, 1024) * 0.03, parse("nf4:g64:sym:double")
     errors = [
         (weight - rounded(weight, str(scheme), search=search)).square().sum()
@@ -198,7 +198,7 @@ def test_e2m1_ties_go_to_the_even_code():
     assert fp4.decode_e2m1(torch.tensor([7, 15, 8, 1])).tolist() == [6, -6, 0, 0.5]
 
 
-def test_powers_of_two_are_exact_at_both_ends():
+def test_powers_of_two_are_exact_at_range_limits():
     exponents = torch.tensor([0, 1, 127, 254], dtype=torch.uint8)
     assert fp4.decode_e8m0(exponents).tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
     assert fp4.e8m0_exponents(torch.tensor([0.0, 448.0, 449.0, 3.4e38]), "mxfp8").tolist() == [
@@ -209,7 +209,7 @@ def test_powers_of_two_are_exact_at_both_ends():
     ]
 
 
-def test_matrices_that_are_joined_share_the_divisor_of_nvfp4():
+def test_joined_matrices_share_the_nvfp4_divisor():
     from quantforge.model.statistics import Statistics
     from quantforge.quantizers import rtn
     from quantforge.recipe import Rounding
@@ -248,13 +248,13 @@ def test_compiled_loops_give_the_same_codes(text, monkeypatch):
     ("text", "kind"),
     [("nvfp4", torch.uint8), ("mxfp4", torch.uint8), ("mxfp8", torch.float8_e4m3fn)],
 )
-def test_codes_of_blocks_are_of_the_type_that_packing_takes(text, kind):
+def test_block_codes_have_the_dtype_for_packing(text, kind):
     scheme = parse(text)
     packer = get_packer(scheme)
     assert packer.encode(normal(), packer.fit(normal(), scheme), scheme).dtype == kind
 
 
-def test_levels_are_found_and_numbers_widened_as_torch_does():
+def test_level_lookup_and_widening_match_torch():
     thresholds = nf4._thresholds("nf4")
     edges = torch.tensor([*thresholds, 0.0, torch.inf, -torch.inf, torch.nan])
     values = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), torch.randn(98)]).view(2, -1)

@@ -139,7 +139,7 @@ def test_scales_of_nvfp4_are_searched_from_half_to_twice_the_covering_one(
     assert agreement(result["scales"].float() / divisor, expected) > 0.985
 
 
-def test_a_search_of_nvfp4_has_room_for_half_more_than_the_largest_covering_scale() -> None:
+def test_nvfp4_search_reaches_beyond_the_largest_covering_scale() -> None:
     weight = torch.zeros(1, 32)
     weight[0, :16] = torch.tensor([4, 3, 2, 1.5, 1, 0.5, -4, -3, -2, -1.5, -1, -0.5, 4, 3, 2, 1])
     scheme = parse("nvfp4")
@@ -157,7 +157,7 @@ def test_no_scale_of_nvfp4_is_below_the_least_subnormal_one() -> None:
     assert fp4.round_scales_to_e4m3(scales).tolist() == expected
 
 
-def test_exponents_of_mxfp8_are_searched_next_to_those_of_the_range() -> None:
+def test_mxfp8_search_tries_neighbouring_exponents() -> None:
     weight, importance = hard(64, 256, 32)
     first = torch.arange(256) % 32 == 0
     weight[:, 128:] *= torch.where(first, 1, 2.0**-14)[
@@ -227,7 +227,7 @@ def test_the_last_candidate_of_fp8_is_twice_the_covering_scale() -> None:
     assert (result.flatten() / 2**9).tolist() == pytest.approx([2.04, 1.31], abs=0.01)
 
 
-def test_without_a_search_the_scale_is_that_of_the_range_and_nothing_else() -> None:
+def test_without_search_the_scale_covers_the_range() -> None:
     weight, importance = hard(48, 64, 32)
     peaks = weight.view(48, 2, 32).abs().amax(-1)
     for options in (None, importance):

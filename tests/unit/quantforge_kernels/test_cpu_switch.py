@@ -46,7 +46,7 @@ def told(stdout: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.thorough
-def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys):
+def test_disabled_cpu_programs_give_the_same_results_in_torch(tmp_path, monkeypatch, capsys):
     """Without them in a process of its own, with them in this one: an evaluation, and a few tokens."""
     quantize(DEMO, tmp_path / "m", recipe(bits=4, scales="absmax"))
     arguments = [str(DEMO), str(tmp_path / "m")]
@@ -81,7 +81,7 @@ def switch(monkeypatch):
     instruction_sets.best_instruction_set.cache_clear()
 
 
-def test_doctor_says_that_they_are_off(switch, capsys):
+def test_doctor_warns_when_cpu_programs_are_off(switch, capsys):
     def said() -> dict[str, str]:
         checks = json.loads(command(capsys, "doctor", "--json").out)["checks"]
         return next(check for check in checks if check["check"] == "cpu programs")
@@ -95,7 +95,7 @@ def test_doctor_says_that_they_are_off(switch, capsys):
     assert best is None or best in said()["detail"]
 
 
-def test_another_value_is_refused(switch, capsys):
+def test_invalid_switch_value_is_refused(switch, capsys):
     switch("no")
     ended = command(capsys, "formats")
     assert ended.code == 2

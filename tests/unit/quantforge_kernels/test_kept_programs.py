@@ -65,7 +65,7 @@ def run(**environment: str) -> tuple[int, str]:
 @pytest.mark.skipif(
     instruction_sets.best_instruction_set() is None, reason="for processors with AVX2"
 )
-def test_the_next_process_compiles_nothing_and_computes_the_same(folder):
+def test_next_process_reuses_compiled_programs(folder):
     first, second, without = run(), run(), run(QUANTFORGE_CACHE="")
     assert [first[0], second[0], without[0]] == [1, 0, 1]
     assert first[1] == second[1] == without[1]
@@ -74,7 +74,7 @@ def test_the_next_process_compiles_nothing_and_computes_the_same(folder):
     )
 
 
-def test_what_is_kept_is_used(folder):
+def test_cached_program_is_reused(folder):
     assert compiled(program) == 1
     assert compiled(program) == 0
     (file,) = folder.iterdir()
@@ -83,7 +83,7 @@ def test_what_is_kept_is_used(folder):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "another"])
-def test_a_damaged_file_is_compiled_anew(folder, damage):
+def test_damaged_cache_file_is_recompiled(folder, damage):
     expected = norm(program())
     (file,) = folder.iterdir()
     content = bytearray(file.read_bytes())
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_compiled_anew(folder, damage):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
-def test_a_folder_that_others_may_write_is_not_used(folder, mode):
+def test_cache_folder_writable_by_others_is_ignored(folder, mode):
     program()
     folder.chmod(mode)
     assert compiled(program) == 1
@@ -108,7 +108,7 @@ def test_a_folder_that_others_may_write_is_not_used(folder, mode):
     assert compiled(program) == 0
 
 
-def test_files_that_others_may_write_or_own_are_not_used(folder, monkeypatch):
+def test_cache_files_of_other_users_are_ignored(folder, monkeypatch):
     program_cache.save_program(KEY, b"code")
     (folder / f"{KEY}.program").chmod(0o620)
     assert program_cache.load_program(KEY) is None
@@ -119,7 +119,7 @@ def test_files_that_others_may_write_or_own_are_not_used(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
-def test_links_and_pipes_are_not_followed(folder, tmp_path, kind):
+def test_cache_symlinks_and_pipes_are_not_followed(folder, tmp_path, kind):
     program_cache.save_program(KEY, b"code")
     file = folder / f"{KEY}.program"
     if kind == "folder":
@@ -136,7 +136,7 @@ def test_links_and_pipes_are_not_followed(folder, tmp_path, kind):
     assert program_cache.load_program(KEY) is None
 
 
-def test_the_oldest_go(folder, monkeypatch):
+def test_oldest_cache_files_are_evicted(folder, monkeypatch):
     monkeypatch.setattr(program_cache, "MAX_BYTES", 5000)
     for number in range(8):
         program_cache.save_program(f"{number:064x}", bytes(968))
@@ -149,7 +149,7 @@ def test_the_oldest_go(folder, monkeypatch):
     assert program_cache.load_program(KEY) is None
 
 
-def test_many_writers_do_not_disturb_each_other(folder):
+def test_concurrent_cache_writers_do_not_conflict(folder):
     codes = {f"{number:064x}": bytes([number]) * 5000 for number in range(4)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda item: program_cache.save_program(*item), [*codes.items()] * 20))
@@ -157,14 +157,14 @@ def test_many_writers_do_not_disturb_each_other(folder):
     assert len(list(folder.iterdir())) == len(codes)
 
 
-def test_without_a_place_everything_is_compiled(tmp_path, monkeypatch):
+def test_without_cache_folder_programs_are_compiled(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for value in ("", str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/nowhere"):
         monkeypatch.setenv(program_cache.CACHE_VARIABLE, value)
         assert compiled(program) == 1
 
 
-def test_the_folder_is_the_users(tmp_path, monkeypatch):
+def test_cache_folder_follows_xdg_and_home(tmp_path, monkeypatch):
     monkeypatch.delenv(program_cache.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert program_cache.cache_folder() == tmp_path / "quantforge" / "programs"

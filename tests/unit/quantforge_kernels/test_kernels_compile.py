@@ -41,7 +41,7 @@ def compiled():
 
 
 @pytest.mark.thorough
-def test_everything_compiles():
+def test_every_gpu_kernel_compiles():
     """What the interpreter lets pass, a compiler may not: types of masked values, shapes of products."""
     compiled = compile_kernels()
     kinds = (
@@ -70,7 +70,7 @@ def test_weights_are_read_sixteen_bytes_at_a_time(compiled):
     assert compiled["fp8 x fp8"]["loads_of_16_bytes"] > 0
 
 
-def test_grouped_products_are_made_of_the_same_loops(compiled):
+def test_grouped_kernels_use_the_same_inner_loops(compiled):
     """Where its owner's weights lie is all that a program has to find out; nothing is added to a weight's cost."""
     pairs = [("int4 row, assembly", "int4 row, grouped"), ("int4 rows", "int4 rows, grouped, 16")]
     for alone, grouped in pairs:
@@ -81,7 +81,7 @@ def test_grouped_products_are_made_of_the_same_loops(compiled):
     assert compiled["int4 rows, grouped, 64"]["tensor_cores"]
 
 
-def test_assembly_is_in_one_path_only(compiled):
+def test_inline_assembly_is_used_in_one_variant_only(compiled):
     assert compiled[VARIANTS[0]]["lop3_in_ptx"] == 0
     assert compiled[VARIANTS[1]]["lop3_in_ptx"] == 256  # one per field of 8 rows x 4 words x 8
 
@@ -97,7 +97,7 @@ def test_several_rows_use_tensor_cores(compiled):
     assert [compiled[name]["tensor_cores"] for name in VARIANTS] == [False, False, True, True, True]
 
 
-def test_codebooks_are_read_where_the_words_are(compiled):
+def test_codebook_lookup_needs_no_layout_change(compiled):
     """Words that are moved to another layout for it cost thrice the instructions, and shared memory."""
     row, rows = (compiled[name] for name in TABLES)
     assert row["shared_bytes"] < 1 << 10
@@ -106,7 +106,7 @@ def test_codebooks_are_read_where_the_words_are(compiled):
     assert None in figures or (3 < figures[0] < 6 and 5 < figures[1] < 9)
 
 
-def test_what_is_held_in_bytes_costs_few_instructions(compiled):
+def test_byte_parameters_cost_few_instructions(compiled):
     for name in BYTES:
         figure = compiled[name]["instructions_per_weight"]
         if figure is not None:

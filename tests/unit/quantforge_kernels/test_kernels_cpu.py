@@ -81,7 +81,7 @@ def test_reference_decodes_in_tiles(monkeypatch):
     assert relative_error(y, weight, x) < 1e-6
 
 
-def test_without_vectors_the_reference_multiplies(monkeypatch):
+def test_reference_kernel_is_selected_without_vector_units(monkeypatch):
     monkeypatch.setattr(packed_integers, "best_instruction_set", lambda: None)
     for bits in (3, 4, 8):
         assert select_kernel(problem(bits)) is fallback.KERNEL
@@ -91,7 +91,7 @@ def test_without_vectors_the_reference_multiplies(monkeypatch):
     ("symmetric", [True, False]),
     ("group", [32, 64, 128, 256, 2048]),
 )
-def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
+def test_packed_four_bit_weights_stay_near_file_size(symmetric, group):
     spec = problem(4, group, symmetric, shape=(64, 2048))
     codes, parameters, _, _ = make(spec)
     held_bytes = sum(tensor.nbytes for tensor in fallback.prepare(codes, parameters, spec).values())

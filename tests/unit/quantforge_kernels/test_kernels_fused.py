@@ -64,7 +64,7 @@ def test_norms(dtype, offset, shape):
     near(out, layers.rms_norm(x, weight, 1e-5, offset), dtype)
 
 
-def test_heads_that_are_a_part_of_longer_rows():
+def test_rotary_and_norm_on_strided_heads():
     """As q, k and v of one product are: nothing is copied, nothing beside them is read."""
     whole = random(5, 3 * 4 * 24, dtype=torch.float32)
     cosine, sine = (random(5, 12, dtype=torch.float32, seed=seed) for seed in (1, 2))
@@ -107,7 +107,7 @@ def test_gates(dtype, tanh, rows):
     ("splits", [1, 2, 5]),
     ("dtype", [torch.float32, torch.bfloat16]),
 )
-def test_splits_are_added_in_their_order(splits, dtype):
+def test_split_results_are_summed_in_order(splits, dtype):
     parts = random(splits, 3, 700, dtype=torch.float32 if splits > 1 else dtype)
     total = torch.zeros(3, 700, device=DEVICE)
     for part in parts:
@@ -138,7 +138,7 @@ def test_attention(bytes_, dtype, kind, groups, head, lengths, cap, window):
     near(output, attend_reference(given_[0].float(), *given_[1:]), dtype)
 
 
-def test_nothing_attends_to_no_number():
+def test_nan_query_affects_only_its_own_head():
     q, *cache = cached(torch.float32, (4, 2), 64, [40], "")
     q[0, 1, 5] = float("nan")
     output = attend_triton(q, *cache, ScoreOptions(0.125))
@@ -150,7 +150,9 @@ def test_nothing_attends_to_no_number():
     ("family", "kind", "blocks"),
     [("llama", "", 1), further("gemma2", "", 2), further("qwen3", "k=int8,v=int4", 1)],
 )
-def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, family, kind, blocks):
+def test_decoder_with_triton_kernels_gives_the_same_logits(
+    tmp_path, monkeypatch, family, kind, blocks
+):
     """As on a GPU: products, norms, rotary, gates and attention of every block are Triton's."""
     recipe = Recipe(scheme="int4:g32:sym", scales="absmax")
     model = make_tiny(family, tmp_path / "m", num_hidden_layers=blocks, intermediate_size=64)

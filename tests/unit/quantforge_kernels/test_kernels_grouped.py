@@ -56,7 +56,7 @@ def rows_of(spec: MatmulSpec, rows: int):
     return torch.randn(rows, spec.in_features, generator=rng).to(DEVICE, spec.dtype)
 
 
-def test_owners_are_sorted_and_counted():
+def test_expert_routing_sorts_and_counts_pairs():
     routing = ExpertRouting(torch.tensor([[4, 1], [1, 0], [4, 3]]), COUNT)
     assert routing.sorted_pairs.tolist() == [3, 1, 2, 5, 0, 4]
     assert routing.expert_starts.tolist() == [0, 1, 3, 3, 4, 6, 6]
@@ -73,7 +73,7 @@ def test_owners_are_sorted_and_counted():
         ("int4", 0, 2),
     ],
 )
-def test_products_one_after_the_other(weight_format, rows, each):
+def test_looped_grouped_product_equals_the_definition(weight_format, rows, each):
     spec = make_spec(**FORMS[weight_format], shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
     matrices, packed = stacked(spec, kernel)
@@ -89,7 +89,7 @@ def test_products_one_after_the_other(weight_format, rows, each):
     assert all(torch.equal(value, single[name]) for name, value in select_matrix(packed, 3).items())
 
 
-def test_matrices_that_differ_are_not_stacked():
+def test_matrices_with_different_parameters_are_not_stacked():
     spec = make_spec(shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
     matrices = [weights(spec, seed) for seed in range(2)]
@@ -105,7 +105,7 @@ def test_matrices_that_differ_are_not_stacked():
 
 @pytest.mark.parametrize("weight_format", FORMS)
 @pytest.mark.parametrize(("rows", "each"), [(1, 2), further(25, 1)])
-def test_every_form_in_one_launch(weight_format, rows, each):
+def test_every_weight_format_in_one_launch(weight_format, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
@@ -131,7 +131,7 @@ def test_every_form_in_one_launch(weight_format, rows, each):
         ],
     ),
 )
-def test_sixteen_bits_by_either_kernel(kernel, dtype, weight_format):
+def test_sixteen_bit_inputs_in_both_kernels(kernel, dtype, weight_format):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
@@ -211,7 +211,7 @@ VECTORS = [
         [("avx2", 1, 3), ("avx512vnni", 3, 1), ("avx512vnni", 4, 2), ("avx2", 12, 2)],
     ),
 )
-def test_programs_of_a_processor(weight_format, limit, rows, each, monkeypatch):
+def test_grouped_product_of_cpu_programs(weight_format, limit, rows, each, monkeypatch):
     """As single products, to the bit; few pairs by one program, more of them gathered."""
     monkeypatch.setenv(instruction_sets.LIMIT_VARIABLE, limit)
     instruction_sets.best_instruction_set.cache_clear()

@@ -56,7 +56,7 @@ def from_planes(planes, bits, chunk, columns):
     ("bits", range(1, 9)),
     ("columns, group", [(1, 8), (31, 32), (128, 96), (200, 128)]),
 )
-def test_planes_are_lossless_and_dense(bits, columns, group):
+def test_bit_planes_are_lossless_and_dense(bits, columns, group):
     codes = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
     chunk, _ = choose_chunk(bits, group)
     planes = pack_bit_planes(codes, bits, chunk)
@@ -66,7 +66,7 @@ def test_planes_are_lossless_and_dense(bits, columns, group):
     assert least <= sum(plane.numel() for plane in planes) < least + 3 * 4 * len(planes)
 
 
-def test_a_word_of_the_layout_is_what_it_says():
+def test_word_layout_matches_its_definition():
     codes = torch.arange(256, dtype=torch.uint8)[None] % 16
     (words,) = pack_bit_planes(codes, 4, 128)
     assert words.shape == (1, 32)
@@ -86,13 +86,13 @@ INTEGERS = [
 
 
 @pytest.mark.parametrize(("rows", "bits", "symmetric", "shape", "group"), INTEGERS)
-def test_integers(rows, bits, symmetric, shape, group):
+def test_integer_products_equal_the_definition(rows, bits, symmetric, shape, group):
     assert run(make_spec("int", bits, group, symmetric, shape), rows) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize("weight_format", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 65])
-def test_every_form(weight_format, rows, monkeypatch):
+def test_every_weight_format_equals_the_definition(weight_format, rows, monkeypatch):
     """One row, a few, and so many that slabs of the weight are decoded."""
     monkeypatch.setattr(plane_products, "SLAB_BYTES", 5 * 256 * 4)
     spec = make_spec(**FORMS[weight_format], shape=(11, 256))
@@ -110,7 +110,7 @@ SIXTEEN = ["int4", "int3", "int8 per row", "nf4", "nvfp4", "fp8 e5m2", "q2_k", "
         for at, weight_format in enumerate(SIXTEEN)
     ],
 )
-def test_sixteen_bits(rows, dtype, weight_format):
+def test_sixteen_bit_inputs_stay_within_rounding(rows, dtype, weight_format):
     """The magic numbers of one row stay as exact as the type; so do weights rounded to it."""
     error = run(make_spec(**FORMS[weight_format], shape=(24, 256), dtype=dtype), rows)
     assert ROUNDING[dtype] / 40 < error < ROUNDING[dtype] * (1 if rows == 1 else 2)
@@ -172,7 +172,7 @@ def test_repacked_weights_are_as_small_as_the_file(weight_format):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 70])
-def test_nothing_in_nothing_out(rows):
+def test_empty_inputs_give_empty_outputs(rows):
     spec = make_spec(shape=(4, 128))
     matrices, x = weights(spec), activations(spec, rows)
     y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec)
@@ -183,7 +183,7 @@ def test_nothing_in_nothing_out(rows):
     ("dtype", [torch.float32, torch.bfloat16]),
     ("rows", [1, 2, 65]),
 )
-def test_nan_and_infinity_come_through(dtype, rows):
+def test_nan_inputs_and_scales_propagate(dtype, rows):
     spec = make_spec(shape=(5, 256), dtype=dtype)
     matrices, x = weights(spec), activations(spec, rows)
     x[0, 200] = float("nan")
@@ -215,7 +215,7 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
     ("bits", [2, 3, 4, 8]),
     ("symmetric", [True, False]),
 )
-def test_exponents_stand_for_codes(bits, symmetric):
+def test_decoding_modes_agree_on_all_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
     spec = make_spec("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
     matrices, x = weights(spec), activations(spec)
@@ -246,7 +246,9 @@ def test_exponents_stand_for_codes(bits, symmetric):
     symmetric=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
+def test_random_integer_products_equal_the_definition(
+    bits, group, groups, out, rows, symmetric, seed
+):
     spec = make_spec("int", bits, group, symmetric, (out, group * groups))
     matrices, x = weights(spec, seed), activations(spec, rows, seed)
     y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec).double()
@@ -317,7 +319,7 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
     ("kernel", ["matvec", "rows"]),
     ("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)]),
 )
-def test_sensible_tiles(kernel, shape):
+def test_chosen_tiles_are_valid(kernel, shape):
     chosen = plane_products.choose_tile(kernel, make_spec("int", 4, 128, True, shape))
     assert chosen.block_k >= 128
     assert chosen.block_k & (chosen.block_k - 1) == 0

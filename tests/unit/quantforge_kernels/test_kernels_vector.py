@@ -47,7 +47,7 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
         *(("int4", n) for n in (3, 8, 20)),
     ],
 )
-def test_products_equal_the_formula(name, rows):
+def test_llvm_products_equal_the_formula(name, rows):
     spec, packed, weight, x = make(name, rows=rows)
     assert packed_integers.accepts(spec)
     y = packed_integers.matmul(x, packed, spec)
@@ -60,7 +60,7 @@ def test_products_equal_the_formula(name, rows):
 
 @pytest.mark.parametrize("name", ["int4", "q6_k"])
 @pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
-def test_all_vectors_compute_the_same(name, feature, monkeypatch):
+def test_all_instruction_sets_give_the_same_bits(name, feature, monkeypatch):
 
     if instruction_sets.INSTRUCTION_SETS.index(feature) < instruction_sets.INSTRUCTION_SETS.index(
         instruction_sets.best_instruction_set()
@@ -91,7 +91,7 @@ def test_threads_do_not_change_a_bit(rows):
 
 
 @pytest.mark.parametrize("name", ["int4", "q4_k"])
-def test_a_row_has_the_same_bits_beside_any_others(name, monkeypatch):
+def test_row_result_does_not_depend_on_other_rows(name, monkeypatch):
     monkeypatch.setattr(
         many_rows, "_has_native_arithmetic", lambda _dtype: False
     )  # no row is torch's
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_beside_any_others(name, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_an_outlier_costs_its_own_block_only():
+def test_outlier_reduces_precision_only_in_its_block():
     spec, packed, weight, x = make("int4", rows=2)
     x[0] = 0
     x[0, 64:] = x[1, 64:]
@@ -124,7 +124,7 @@ def test_an_outlier_costs_its_own_block_only():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [1, 70])
-def test_what_is_no_number_stays_none(value, rows):
+def test_nan_and_infinity_stay_non_finite(value, rows):
     spec, packed, _, x = make("int4", rows=rows)
     x[0, 100] = value
     y = packed_integers.matmul(x, packed, spec)
@@ -158,7 +158,7 @@ def from_lanes(planes, widths, rows, columns):
     st.integers(1, 8), st.integers(1, 40), st.integers(1, 12), st.sampled_from([16, 32, 48, 80]),
     st.sampled_from([8, 16]),
 )  # fmt: skip
-def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
+def test_lane_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
     widths = PLANE_WIDTHS[bits]
     blocks = choose_column_blocks(widths, groups * group, group, 0, lanes)
     assert blocks is not None
@@ -170,7 +170,7 @@ def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
     assert sum(plane.nbytes for plane in planes) == filled * bits // 8
 
 
-def test_columns_that_fill_no_unit_are_padded():
+def test_incomplete_column_units_are_padded():
     spec = make_spec(bits=3, group=48, shape=(16, 144), dtype=torch.float16)  # units of 96 columns
     codes, parameters = weights(spec)
     weight = fallback.decode_rows(fallback.prepare(codes, parameters, spec), spec, slice(None))
@@ -190,7 +190,7 @@ def test_selection():
         assert not packed_integers.accepts(replace(spec, **changes))
 
 
-def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
+def test_compile_error_is_reported_as_kernel_failure(monkeypatch):
     from quantforge_kernels.cpu import compiler
 
     spec, packed, _, _ = make("int3")
@@ -217,7 +217,7 @@ def rounded_octets(x: torch.Tensor, block: int) -> torch.Tensor:
         for place, name in enumerate(INTEGERS)
     ],
 )
-def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypatch):
+def test_int8_products_equal_the_formula(name, feature, rows, monkeypatch):
     if instruction_sets.INSTRUCTION_SETS.index(feature) < instruction_sets.INSTRUCTION_SETS.index(
         instruction_sets.best_instruction_set()
     ):
@@ -256,7 +256,7 @@ def test_largest_codes_and_activations_do_not_overflow_eight_bits():
             assert error(packed_integers.matmul(x, packed, spec), x, weight) < 4e-3
 
 
-def test_rows_of_eight_bits_have_the_same_bits_beside_any_others():
+def test_int8_row_result_does_not_depend_on_other_rows():
     # As many as no processor hands to torch: in tiles (AMX) that is faster for more than 64 rows.
     formula_spec, packed, _, x = make("int4", (100, 768), 61, torch.bfloat16)
     formula_spec = replace(formula_spec, input_bits=8)
@@ -264,7 +264,7 @@ def test_rows_of_eight_bits_have_the_same_bits_beside_any_others():
     assert torch.equal(packed_integers.matmul(x, packed, formula_spec)[:8], alone[:8])
 
 
-def test_eight_bits_are_chosen_where_they_are_allowed():
+def test_int8_kernel_is_selected_only_where_allowed():
     spec = make_spec(shape=(40, 256), dtype=torch.bfloat16)
     assert select_kernel(spec).name == "llvm-int"
     assert select_kernel(replace(spec, input_bits=8)).name == "llvm-int8"
@@ -296,7 +296,7 @@ def _refuse():
     ("symmetric", [True, False]),
     ("group", [32, 64, 128, 256, 2048]),
 )
-def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
+def test_packed_four_bit_weights_stay_near_file_size(symmetric, group):
     weight_format = {"bits": 4, "group": group, "symmetric": symmetric}
     spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **weight_format)
     codes, parameters = weights(spec)

@@ -74,7 +74,7 @@ def test_attention(dtype, kind, groups, head, lengths, cap, window):
         for place, head in enumerate((32, 64, 96, 160))
     ],
 )
-def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
+def test_stored_tokens_equal_the_reference_cache(kind, dtype, head):
     both = random(4, 2, 3, head, dtype=dtype) * 3
     both[0, :, 1] = 0
     both[1, :, 0] *= 1e-4  # subnormal float8
@@ -96,7 +96,7 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
             assert not flat[rest].float().any()
 
 
-def test_measured_scales_are_kept():
+def test_measured_cache_scales_are_used():
     keys, values = random(2, 5, 2, 64, dtype=torch.bfloat16)
     scales = tuple(
         kv.expand_scale(torch.tensor(given_), 2, 64, "fp8") for given_ in ([0.004, 0.01], [0.002])
@@ -114,7 +114,7 @@ def test_measured_scales_are_kept():
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf, -math.inf, 1e30])
-def test_what_is_no_number_stays_none_under_a_measured_scale(number):
+def test_nan_stays_nan_under_a_measured_scale(number):
     x = random(3, 2, 64, dtype=torch.float32)
     x[1, 1, 5] = number
     scale = kv.expand_scale(torch.tensor([0.01]), 2, 64, "fp8")
@@ -128,7 +128,7 @@ def test_what_is_no_number_stays_none_under_a_measured_scale(number):
         assert torch.equal(pool.codes[0, :3].view(torch.uint8), expected)
 
 
-def test_every_float8_comes_back():
+def test_every_float8_cache_code_round_trips():
     numbers = torch.arange(256).byte().view(torch.float8_e4m3fn).float()
     numbers = torch.where(numbers.isnan(), 0, numbers)
     between = (numbers[:-1] + numbers[1:]) / 2  # halves go to even
@@ -142,7 +142,7 @@ def test_every_float8_comes_back():
     assert torch.equal(pools[0].codes[0, 7].float(), given_[0].to(torch.float8_e4m3fn).float())
 
 
-def test_whatever_the_strides():
+def test_results_do_not_depend_on_strides():
     """Heads before tokens."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
     pools = (
@@ -158,7 +158,7 @@ def test_whatever_the_strides():
     ("kind", KINDS),
     ("place", [0, 31]),
 )
-def test_what_is_no_number_stays_none(kind, place):
+def test_nan_and_infinity_stay_non_finite(kind, place):
     q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
     q[0, 1, place] = float("nan")
     output = layer_launchers.attend(q, *cache, ScoreOptions(0.1))

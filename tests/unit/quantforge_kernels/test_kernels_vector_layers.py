@@ -75,7 +75,7 @@ def test_gates(dtype):
     near(layers.gelu_gate(gate, up), gelu(gate, approximate="tanh") * up, least=40.0)
 
 
-def test_the_exponential_is_right_to_a_few_steps():
+def test_exponential_is_accurate_to_a_few_ulps():
     x = torch.linspace(-86, 87, 1 << 16)[None]
     output = layers.silu_gate(x, torch.ones_like(x)).double()
     expected = silu(x.double())
@@ -86,7 +86,7 @@ def test_the_exponential_is_right_to_a_few_steps():
     ("dtype", TYPES),
     ("tokens", [1, 4]),
 )
-def test_rotations_round_as_the_definition_does(dtype, tokens):
+def test_rotary_rounds_like_the_definition(dtype, tokens):
     x = random(tokens, 6 * 64, dtype=dtype)[:, 64 : 4 * 64].view(tokens, 3, 64)
     cosine, sine = (random(tokens, 32, dtype=dtype, seed=seed) for seed in (1, 2))
     assert layer_launchers.accepts(32, x, cosine, sine)
@@ -96,7 +96,7 @@ def test_rotations_round_as_the_definition_does(dtype, tokens):
     assert torch.equal(layers.apply_rotary(x, cosine, sine), expected)
 
 
-def test_whatever_the_strides():
+def test_results_do_not_depend_on_strides():
     """Heads before tokens, angles that are columns of a wider tensor."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
     cosine, sine = random(5, 96, dtype=torch.float32, seed=1)[:, 8:72].split(32, -1)
@@ -137,7 +137,7 @@ def test_plain_products(dtype, rows, columns, width, biased):
 
 
 @pytest.mark.parametrize("place", [0, 31])
-def test_what_is_no_number_stays_none(place):
+def test_nan_and_infinity_stay_non_finite(place):
     x, weight = random(1, 64, dtype=torch.float32), torch.ones(64)
     x[0, place] = float("nan")
     assert layers.add_rms_norm(x, x, weight, 1e-5)[0].isnan().all()
@@ -165,7 +165,7 @@ def test_threads_do_not_change_a_bit():
         assert all(torch.equal(a, b) for a, b in zip(results[0], several, strict=True))
 
 
-def test_what_vectors_do_not_divide_is_left_to_torch():
+def test_widths_not_divisible_by_vectors_use_torch():
     x, weight = random(2, 36, dtype=torch.bfloat16), random(36, dtype=torch.bfloat16, seed=1)
     assert not layer_launchers.accepts(36, x, weight)
     near(layers.add_rms_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
@@ -177,7 +177,7 @@ def test_what_vectors_do_not_divide_is_left_to_torch():
     near(layers.linear(x, x), torch.nn.functional.linear(x, x), least=1.0)
 
 
-def test_recorded_programs_compute_from_what_lies_there_now():
+def test_recorded_programs_read_current_memory():
     from quantforge_kernels.cpu.recording import record
 
     x, weight = random(2, 64, dtype=torch.float32), random(64, dtype=torch.float32, seed=1)
@@ -209,7 +209,7 @@ def test_recorded_programs_compute_from_what_lies_there_now():
         lambda h: torch.cat((h, h)),
     ],
 )
-def test_work_of_torch_is_not_recorded(touch):
+def test_torch_operations_are_not_recorded(touch):
     from quantforge_kernels.cpu.recording import record
 
     x, weight = random(2, 64, dtype=torch.float32), torch.ones(64)

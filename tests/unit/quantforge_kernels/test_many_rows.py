@@ -108,7 +108,7 @@ def test_packed_products_of_many_rows(grid, dtype, without):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @torch.inference_mode()
-def test_prompts_and_steps_ask_torch_for_no_such_product(family, tiny, without):
+def test_prompts_and_steps_avoid_slow_torch_products(family, tiny, without):
     model = load(tiny(family), dtype=torch.bfloat16).model
     ids = torch.arange(140).view(2, 70)
     with NoSlowProduct():
@@ -122,7 +122,7 @@ def test_prompts_and_steps_ask_torch_for_no_such_product(family, tiny, without):
         decoder.logits(decoder.hidden(ids[:, :1], cache))
 
 
-def test_products_of_other_code_are_widened(without):
+def test_third_party_products_are_computed_in_float32(without):
     a, b = torch.randn(3, 70, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
     weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16()
     expected = a.double() @ b.double()
@@ -137,7 +137,7 @@ def test_products_of_other_code_are_widened(without):
     assert torch.equal(line[0], joined)
 
 
-def test_what_a_processor_multiplies_itself_is_left_to_torch(monkeypatch):
+def test_native_dtype_products_use_torch(monkeypatch):
     monkeypatch.setattr(many_rows, "_has_native_arithmetic", lambda _dtype: True)
     x, weight = torch.randn(70, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     assert torch.equal(layers.linear(x, weight), torch.nn.functional.linear(x, weight))
@@ -152,7 +152,7 @@ def test_what_a_processor_multiplies_itself_is_left_to_torch(monkeypatch):
         ("avx512_fp16", "", False), ("avx2", "", False),
     ],
 )  # fmt: skip
-def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
+def test_native_arithmetic_follows_cpu_capabilities(name, limit, native, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True}, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     many_rows._has_native_arithmetic.cache_clear()
@@ -163,12 +163,12 @@ def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
 @pytest.mark.parametrize(
     ("tile", "block", "most"), [("", 64, 128), ("", 16, 64), ("amx_bf16", 64, 64)]
 )
-def test_torch_takes_over_where_it_is_faster(tile, block, most, monkeypatch):
+def test_row_limit_for_packed_products(tile, block, most, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {tile: True}, raising=False)
     assert many_rows.max_packed_rows(torch.bfloat16, block) == most
 
 
-def test_our_own_limit_counts(monkeypatch):
+def test_instruction_set_limit_variable_is_respected(monkeypatch):
     from quantforge_kernels.cpu import compiler
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)

@@ -113,7 +113,7 @@ def own_error(part: DecoderBlock, key: str, statistics: Statistics) -> float:
 
 
 @pytest.mark.parametrize("family", usual(FAMILIES, "llama", "gemma2", "gpt2"))
-def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: str) -> None:
+def test_awq_preserves_the_function_and_stored_values(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         plant(part)
         wide = in_float64(part)
@@ -140,7 +140,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_statistics_are_those_of_the_changed_block(tiny: Tiny, family: str) -> None:
+def test_awq_updates_statistics_for_the_transformed_block(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         changed, _, _ = awq.apply(part, before := observed(part), layers_of(part), ROUNDING)
         again = observed(part)
@@ -154,7 +154,7 @@ def test_statistics_are_those_of_the_changed_block(tiny: Tiny, family: str) -> N
         assert changed[key].tokens == expected.tokens
 
 
-def test_the_error_of_no_pair_grows(tiny: Tiny) -> None:
+def test_awq_never_raises_the_error_of_a_pair(tiny: Tiny) -> None:
     with first_block(tiny("llama-tied")) as part:
         statistics = observed(part)
         linear = ("self_attn.o_proj", "mlp.down_proj")
@@ -168,7 +168,7 @@ def test_the_error_of_no_pair_grows(tiny: Tiny) -> None:
     assert any(result["error"] < 0.99 for result in figures.values())
 
 
-def test_planted_outliers_are_undone(tiny: Tiny) -> None:
+def test_awq_undoes_planted_outliers(tiny: Tiny) -> None:
     """A few channels 16 times as large, their readers 16 times as small: the same function, much harder to round."""
     errors = {}
     for planted in (False, True):
@@ -186,7 +186,7 @@ def test_planted_outliers_are_undone(tiny: Tiny) -> None:
     assert errors[True] < 1.1 * errors[False]
 
 
-def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
+def test_unstorable_pair_is_skipped_with_an_event(tiny: Tiny) -> None:
     """Gemma's 1 + w leaves no exact factor for a key projection that is kept in bfloat16."""
     with first_block(tiny("gemma2")) as part:
         layers = layers_of(part)
@@ -209,7 +209,7 @@ def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("kept", ["self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"])
-def test_a_kept_matrix_takes_its_factors_exactly(tiny: Tiny, kept: str) -> None:
+def test_unquantized_matrix_gets_exact_power_of_two_factors(tiny: Tiny, kept: str) -> None:
     with first_block(tiny("llama-tied")) as part:
         layers = layers_of(part)
         del layers[kept]
@@ -244,7 +244,7 @@ def test_the_result_does_not_depend_on_threads(tiny: Tiny) -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
+def test_output_error_estimator_leaves_the_block_unchanged(tiny: Tiny) -> None:
     with first_block(tiny("llama-tied")) as part, torch.no_grad():
         before = state(part)
         for shared in part.inputs:
@@ -271,7 +271,7 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
         assert all(torch.equal(part.parameter(name), old) for name, old in before.items())
 
 
-def test_what_a_sub_block_has_run_is_not_run_again(tiny: Tiny) -> None:
+def test_output_moments_of_a_sub_block_are_reused(tiny: Tiny) -> None:
     captured: list[str] = []
     with first_block(tiny("llama")) as part, torch.no_grad():
         capture, moments = part.capture_calls, dict[str, Tensor]()
@@ -287,7 +287,7 @@ def test_what_a_sub_block_has_run_is_not_run_again(tiny: Tiny) -> None:
         assert not moments
 
 
-def test_finalists_of_equal_factors_are_judged_once(
+def test_equal_candidate_factors_are_evaluated_once(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged = []
@@ -305,11 +305,11 @@ def test_finalists_of_equal_factors_are_judged_once(
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(256, 2048), (2048, 256), (1 << 14, 128)])
-def test_fewer_rows_are_tried_where_they_are_longer(columns: int, rows: int) -> None:
+def test_wider_matrices_are_tried_on_fewer_rows(columns: int, rows: int) -> None:
     assert awq.tried_row_count(columns) == rows
 
 
-def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
+def test_balance_factors_minimise_the_modelled_error() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator) ** 3
     importance = torch.rand(64, generator=generator) ** 4 + 1e-3

@@ -149,7 +149,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) -> None:
+def test_backward_keeps_one_block_and_few_checkpoints(deep: Path) -> None:
     """What is alive is counted at every call, byte by byte, over all tensors that were made since."""
     peak = 0
 
@@ -180,7 +180,7 @@ def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) 
     assert peak < sizes[0] + (2 * 4 + 1) * states + 2 * row < sum(sizes)
 
 
-def test_what_overflows_is_named(tiny: Tiny) -> None:
+def test_overflow_names_the_layer(tiny: Tiny) -> None:
     checkpoint, model_layout = opened(tiny("llama"))
 
     class Overflowing:

@@ -108,9 +108,7 @@ def test_neither_threads_nor_micro_batch_nor_storage_matter(
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_token_weights_cover_only_tokens_routed_to_the_expert(tiny: Tiny, tmp_path: Path) -> None:
     checkpoint, model_layout = opened(tiny("qwen3-moe"))
     result, sums = WeightGradients(), defaultdict[str, float | Tensor](float)
 

@@ -41,7 +41,7 @@ def rounded(method, grid, weight, hessian, refine=2):
 
 
 @pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
-def test_gptq_is_better_than_rounding_and_refinement_better_than_that(grid):
+def test_refined_gptq_beats_gptq_beats_rounding(grid):
     weight, hessian = problem()
     plain, once, refined = (
         objective(weight, result.tensor, hessian)
@@ -56,7 +56,7 @@ def test_gptq_is_better_than_rounding_and_refinement_better_than_that(grid):
 
 
 @pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[1::2]))
-def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
+def test_sweep_gain_is_as_reported_and_no_row_loses(grid):
     weight, hessian = problem()
     scheme, ridge = parse(grid), 0.01 * hessian.diagonal().mean()
     goal = Objective(hessian, ridge.expand(len(hessian)))
@@ -71,7 +71,7 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
 
 
 @pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
-def test_what_is_refined_is_stored_exactly(grid):
+def test_refined_parameters_are_stored_exactly(grid):
     weight, hessian = problem(5)
     tensor = rounded(gptq, grid, weight, hessian).tensor
     again = unpack_blocks(pack_blocks(tensor), tensor.scheme)
@@ -84,7 +84,7 @@ def test_what_is_refined_is_stored_exactly(grid):
 
 
 @pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::4]))
-def test_loops_of_numpy_and_compiled_ones_round_as_those_in_torch_do(grid, monkeypatch):
+def test_numpy_and_compiled_loops_round_as_torch(grid, monkeypatch):
     weight, hessian = problem()
     weight[3] = 0
     with monkeypatch.context() as patch:
@@ -103,7 +103,7 @@ def test_loops_of_numpy_and_compiled_ones_round_as_those_in_torch_do(grid, monke
 
 
 @pytest.mark.parametrize("grid", ["q8_0", "q4_0", "q4_1", "q4_k", "q6_k", "iq4_xs"])
-def test_a_block_that_float16_cannot_scale_is_an_event_and_one_of_zeros_is_none(grid):
+def test_float16_scale_underflow_is_an_event_unless_all_zero(grid):
     weight, hessian = problem(3)
     weight[1, 256:] = 0
     assert rounded(rtn, grid, weight, hessian).events == ()

@@ -14,7 +14,7 @@ def made(codes: list[list[int]], limits: tuple[int, int] = (-4, 3)) -> LearnedCo
     return LearnedCodes(torch.tensor(codes, dtype=torch.int8), limits, RATE)
 
 
-def test_codes_go_against_gradients_that_agree_and_one_step_at_most() -> None:
+def test_codes_move_one_step_against_consistent_gradients() -> None:
     codes = made([[0, 0], [-4, 3]])
     gradient = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
     for _ in range(8):
@@ -29,7 +29,7 @@ def test_codes_go_against_gradients_that_agree_and_one_step_at_most() -> None:
     assert codes.stored().dtype == torch.int8
 
 
-def test_noise_changes_nothing() -> None:
+def test_random_gradients_change_almost_no_codes() -> None:
     generator = torch.Generator().manual_seed(0)
     codes = LearnedCodes(torch.zeros(64, 64, dtype=torch.uint8), (0, 7), 0.01)
     for step in range(100):
@@ -37,7 +37,7 @@ def test_noise_changes_nothing() -> None:
     assert float(codes.snapshot().count_nonzero()) < 0.01 * 64 * 64
 
 
-def test_the_size_of_gradients_does_not_matter() -> None:
+def test_code_steps_do_not_depend_on_gradient_size() -> None:
     """By row and by column: neither a loud output nor a loud input moves its codes faster."""
     codes = made([[0] * 4] * 3)
     loud = torch.tensor([1.0, 100.0, 1e-6])[:, None] * torch.tensor([1.0, 1e3, 1e-3, 1.0])
@@ -48,7 +48,7 @@ def test_the_size_of_gradients_does_not_matter() -> None:
     assert float(steps.max()) < -0.2
 
 
-def test_without_gradients_nothing_moves() -> None:
+def test_zero_gradients_move_no_codes() -> None:
     codes = made([[1, -2]])
     codes.step(torch.zeros(1, 2), 1.0)
     assert codes.stored().tolist() == [[1, -2]]
@@ -57,7 +57,7 @@ def test_without_gradients_nothing_moves() -> None:
     assert codes.offsets[0, 0] < 0
 
 
-def test_a_snapshot_brings_codes_back() -> None:
+def test_restore_returns_codes_to_the_snapshot() -> None:
     codes = made([[0, 1, 2]])
     before = codes.snapshot()
     for _ in range(40):
@@ -67,7 +67,7 @@ def test_a_snapshot_brings_codes_back() -> None:
     assert codes.stored().tolist() == [[0, 1, 2]]
 
 
-def test_runs_of_rows_move_as_all_of_them_do() -> None:
+def test_strips_of_rows_update_like_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randint(0, 4, (6, 8), dtype=torch.uint8, generator=generator)
     whole, parts = (LearnedCodes(start, (0, 3), 0.2) for _ in range(2))
@@ -89,7 +89,7 @@ def places(codes: list[list[int]], rate: float = RATE) -> LearnedTableCodes:
     return LearnedTableCodes.of(torch.tensor(codes, dtype=torch.uint8), E2M1_VALUES, rate)
 
 
-def test_codes_of_a_table_go_to_the_values_beside_them() -> None:
+def test_table_codes_move_to_neighbouring_values() -> None:
     codes = places([[0, 1, 3, 7, 9, 15]])
     assert codes.stored().tolist() == [[0, 1, 3, 7, 9, 15]]
     for gradient, result in ((-1.0, [1, 2, 4, 7, 0, 14]), (1.0, [9, 0, 2, 6, 10, 15])):
@@ -100,7 +100,7 @@ def test_codes_of_a_table_go_to_the_values_beside_them() -> None:
         assert codes.stored().dtype == torch.uint8
 
 
-def test_offsets_go_as_far_in_values_over_any_gap() -> None:
+def test_offsets_move_equally_in_value_over_any_gap() -> None:
     """From 2 down over half a unit and up over one, from 4 over one and two, with the same gradients."""
     for gradient in (-1.0, 1.0):
         codes = places([[1, 4, 6, 12, 14]], 0.04)

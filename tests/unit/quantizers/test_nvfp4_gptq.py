@@ -44,7 +44,7 @@ def rounded(
     return gptq.round_matrices({"w": weight}, statistics, {"w": SCHEME}, rounding)["w"].tensor
 
 
-def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
+def test_points_match_the_encoder_including_ties() -> None:
     weight = problem()[0]
     parameters = fp4.fit(weight, SCHEME)
     steps = parameters["scales"].float() / parameters["divisor"]
@@ -60,7 +60,7 @@ def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
     assert torch.equal((values[places] * grid.scales).T, fp4.decode(result, parameters, SCHEME))
 
 
-def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loops_round_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = problem()
     result = rounded(weight, hessian)
     monkeypatch.setattr(column_loops, "COMPILED_FROM", 1)
@@ -73,7 +73,7 @@ def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("scales", ["absmax", "search"])
-def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
+def test_sweep_gain_is_as_reported_and_no_row_loses(scales: str) -> None:
     weight, hessian = problem()
     tensor, objective = rounded(weight, hessian, 0, scales), goal(hessian)
     before = objective.evaluate_float64((weight - tensor.decode()).double())[1]
@@ -89,7 +89,7 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
     assert bool(changed.any())
 
 
-def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
+def test_exact_scale_is_found_under_the_divisor() -> None:
     weight, hessian = problem()
     tensor = rtn.quantize_matrices({"w": weight}, None, {"w": SCHEME}, "absmax")["w"]
     expected = tensor.decode()

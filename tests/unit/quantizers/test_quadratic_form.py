@@ -9,7 +9,7 @@ from quantforge.quantizers.awq import HESSIAN_PANEL, QuadraticForm
 
 
 @pytest.mark.parametrize("size", [1, HESSIAN_PANEL, 2 * HESSIAN_PANEL + 17])
-def test_it_is_the_sum_over_rows_of_the_products_with_the_whole_matrix(size: int) -> None:
+def test_quadratic_form_equals_the_full_product(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     x, error = (torch.randn(rows, size, generator=generator) for rows in (40, 12))
     hessian = x.T @ x

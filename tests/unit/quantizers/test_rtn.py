@@ -28,7 +28,7 @@ def _error(rounded: Rounded, squares: Tensor) -> float:
     return float((WEIGHT - rounded.tensor.decode()).square().sum(0) @ squares)
 
 
-def test_absmax_is_the_plain_fit_whatever_was_observed() -> None:
+def test_absmax_ignores_statistics() -> None:
     scheme = parse("int4:g32:sym:f16")
     parameters = integer.fit(WEIGHT, scheme)
     for squares in (None, SQUARES):
@@ -40,7 +40,7 @@ def test_absmax_is_the_plain_fit_whatever_was_observed() -> None:
 @pytest.mark.parametrize(
     "scheme", ["int4:g32:sym", "int3:row:asym", "int2:g96:sym", "int4:tensor:sym"]
 )
-def test_a_search_lowers_the_error_and_importance_the_weighted_error(scheme: str) -> None:
+def test_search_lowers_error_and_importance_lowers_weighted_error(scheme: str) -> None:
     plain, blind = (_round(WEIGHT, scheme, scales) for scales in ("absmax", "search"))
     informed = _round(WEIGHT, scheme, "search", SQUARES)
     even = torch.ones(96)
@@ -49,7 +49,7 @@ def test_a_search_lowers_the_error_and_importance_the_weighted_error(scheme: str
     assert _error(informed, even) > _error(blind, even)
 
 
-def test_the_diagonal_of_a_hessian_serves_as_importance() -> None:
+def test_hessian_diagonal_serves_as_importance() -> None:
     rounding, schemes = Rounding(), {"w": parse("int3:g32:sym")}
     hessian = Statistics(hessian=torch.diag(SQUARES))
     by_hessian = rtn.round_matrices({"w": WEIGHT}, hessian, schemes, rounding)["w"].tensor
@@ -57,7 +57,7 @@ def test_the_diagonal_of_a_hessian_serves_as_importance() -> None:
     assert torch.equal(by_hessian.codes, by_squares.codes)
 
 
-def test_unseen_columns_are_still_stored_sensibly() -> None:
+def test_columns_without_activations_are_still_rounded_well() -> None:
     squares = SQUARES.clone()
     squares[32:64] = 0
     for observed in (squares, torch.zeros(96)):
@@ -66,7 +66,7 @@ def test_unseen_columns_are_still_stored_sensibly() -> None:
         assert float(error) < 0.02 * float(WEIGHT[:, 32:64].square().mean())
 
 
-def test_the_figure_is_the_weighted_error_relative_to_the_weight() -> None:
+def test_reported_error_is_weighted_and_relative() -> None:
     rounded = _round(WEIGHT, "int4:g32:sym", "search", SQUARES)
     importance = rtn.floor_importance(SQUARES)
     size = float(WEIGHT.square().sum(0) @ importance)
@@ -116,7 +116,7 @@ def test_rows_that_underflow_are_an_event_and_zero_rows_are_not() -> None:
 @pytest.mark.parametrize(
     "scheme", ["int4:g32:sym", "int3:row:asym", "nf4:g64", "q4_0", "q4_k", "int8:g32:sym"]
 )
-def test_a_weight_beside_which_its_group_is_lost_is_an_event(scheme: str) -> None:
+def test_outlier_that_wipes_out_its_group_is_an_event(scheme: str) -> None:
     generator = torch.Generator().manual_seed(5)
     weight = 0.01 * torch.randn(20, 256, generator=generator)
     heavy = weight / torch.rand(20, 256, generator=generator).clamp(min=0.05)  # tails, to 20 times

@@ -47,7 +47,7 @@ def error_of_inputs(part):
 
 
 @pytest.mark.parametrize("family", usual(FAMILIES, "llama", "gemma2", "gpt2"))
-def test_the_function_is_preserved_to_float64(tiny: Tiny, family: str) -> None:
+def test_smoothing_preserves_the_function_to_float64(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         plant(part)
         statistics = {
@@ -64,7 +64,7 @@ def test_the_function_is_preserved_to_float64(tiny: Tiny, family: str) -> None:
             assert torch.allclose(changed[key].peaks, result.peaks, rtol=1e-5)
 
 
-def test_outliers_leave_the_inputs_and_errors_never_grow(tiny: Tiny) -> None:
+def test_smoothing_reduces_input_outliers_without_raising_errors(tiny: Tiny) -> None:
     with first_block(tiny("llama")) as part:
         plant(part)
         before = error_of_inputs(part)
@@ -78,7 +78,7 @@ def test_outliers_leave_the_inputs_and_errors_never_grow(tiny: Tiny) -> None:
     assert sum(after.values()) < sum(before.values())
 
 
-def test_a_pair_that_is_best_as_it_is_keeps_its_bits(tiny: Tiny) -> None:
+def test_pair_without_improvement_keeps_its_bits(tiny: Tiny) -> None:
     with first_block(tiny("llama")) as part:
         weights = {name: part.parameter(name).clone() for name in part.parameters()}
         _, _, figures = smooth.apply(part, observed(part), {}, ROUNDING)

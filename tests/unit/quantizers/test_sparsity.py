@@ -87,7 +87,7 @@ def test_every_row_has_exactly_its_zeros(method: str, sparsity: str, zeros: int)
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", "50%"])
-def test_sparsegpt_before_wanda_before_magnitude(sparsity: str) -> None:
+def test_sparsegpt_beats_wanda_beats_magnitude(sparsity: str) -> None:
     weight, statistics = drawn()
     values = {method: made(method, weight, statistics, sparsity) for method in METHODS}
     errors = {method: lost(weight, value, statistics) for method, value in values.items()}
@@ -98,7 +98,7 @@ def test_sparsegpt_before_wanda_before_magnitude(sparsity: str) -> None:
     assert errors["sparsegpt"] < 3 * lost(weight, mended, statistics)
 
 
-def test_the_scores_are_those_of_the_papers() -> None:
+def test_pruning_scores_match_the_papers() -> None:
     weight = torch.tensor([[3.0, 2.0, 1.0, 4.0]])
     statistics = Statistics(tokens=9, squares=torch.tensor([1.0, 4.0, 100.0, 0.01]))
     assert made("magnitude", weight, statistics, "2:4").tolist() == [[3.0, 0.0, 0.0, 4.0]]
@@ -112,7 +112,7 @@ def test_the_scores_are_those_of_the_papers() -> None:
     assert value[0, 1] == pytest.approx(3.125, rel=0.01)
 
 
-def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
+def test_missing_statistics_are_an_event_and_nan_an_error() -> None:
     weight, _ = drawn(4, 64)
     empty = Statistics(tokens=0, hessian=torch.zeros(64, 64))
     result, events = sparsify("sparsegpt", {"w": weight}, empty, parse_sparsity("2:4"), DAMPING)
@@ -127,12 +127,12 @@ def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
 @pytest.mark.parametrize(
     "text", ["0", "100%", "4:2", "0:4", "2:2", "2:64", "half", "-1%", "2:4:8", ""]
 )
-def test_what_is_no_sparsity(text: str) -> None:
+def test_invalid_sparsity_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="sparsity"):
         parse_sparsity(text)
 
 
-def test_a_share_is_read_as_it_is_typed() -> None:
+def test_sparsity_text_is_parsed() -> None:
     assert parse_sparsity("50%") == parse_sparsity("0.5") == Sparsity(0.5)
     assert parse_sparsity("2:4").zeros(8) == 4
     assert str(parse_sparsity("2:4")) == "2:4"

@@ -47,7 +47,7 @@ def _errors(scheme: str, scales: str = "absmax") -> list[float]:
     return errors
 
 
-def test_a_table_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_on_a_toy_table_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, unrefined, refined = _errors("squares4")
     assert refined < 0.95 * unrefined
     assert unrefined < 0.8 * plain
@@ -55,7 +55,7 @@ def test_a_table_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _errors("squares4")[2] == pytest.approx(refined, rel=1e-2)
 
 
-def test_code_vectors() -> None:
+def test_gptq_on_a_toy_lattice_grid() -> None:
     scheme = parse("lattice")
     assert len(lattice.BOOK) == 1 << scheme.bits
     assert scheme.with_scale(ScaleType.F16).bits_per_weight((48, 128)) == 3  # 1 of it scales
@@ -69,7 +69,7 @@ def test_code_vectors() -> None:
     assert unrefined < 0.7 * plain
 
 
-def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
+def test_error_feedback_by_panels_matches_gptq() -> None:
     """Written out in float64 with inverses of the Hessian of the columns that are still to come."""
     scheme, (weight, hessian) = parse("lattice"), _problem(64)
     order = torch.arange(64).view(-1, 4).flip(0).flatten()
@@ -96,7 +96,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     )
 
 
-def test_a_sweep_over_panels_gains_what_it_says_and_no_row_loses() -> None:
+def test_panel_sweep_gain_is_as_reported_and_no_row_loses() -> None:
     scheme, (weight, hessian) = parse("lattice"), _problem()
     factor = factorize(hessian, 0.01, torch.arange(128))
     assert factor is not None

@@ -67,7 +67,7 @@ def row(states: Tensor) -> MicroBatch:
 
 
 @pytest.mark.parametrize("scheme", ["int3:g32:sym", "int2:g32:asym", "int4:row:sym"])
-def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
+def test_tuning_step_runs_on_the_device_of_the_block(scheme: str) -> None:
     block = block_of(Small(ELSEWHERE), scheme, ELSEWHERE)
     states = torch.empty(1, 8, 64, device=ELSEWHERE)
     (outputs,) = block.forward([row(states)])
@@ -85,7 +85,7 @@ def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
     assert block.decoder_block.module.get_parameter("up.weight").device == ELSEWHERE  # let go of
 
 
-def test_gradients_of_a_step_are_those_of_the_loss() -> None:
+def test_step_gradients_equal_autograd_of_the_loss() -> None:
     module = Small(torch.device("cpu"))
     block = block_of(module, "int3:g32:sym", torch.device("cpu"))
     states, output_gradient = torch.randn(1, 8, 64), torch.randn(1, 8, 64)

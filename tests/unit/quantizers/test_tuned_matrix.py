@@ -33,7 +33,7 @@ def made(grid: str, rows: int = 3) -> QuantizedTensor:
 @pytest.mark.parametrize(
     "grid", usual([*SCALED, *INTEGERS, "nvfp4"], *EVEN, *INTEGERS, "nvfp4", "iq2_xxs")
 )
-def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
+def test_scale_gradients_equal_autograd_of_decoded_values(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.0), torch.randn(tensor.shape)
     result = matrix.scale_gradients(gradient)
@@ -53,7 +53,7 @@ def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
 
 
 @pytest.mark.parametrize("grid", [*dict.fromkeys((*SCALED, *INTEGERS, *TABLES))])
-def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> None:
+def test_code_and_integer_gradients_equal_finite_steps(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
     result = matrix.code_gradients(gradient)
@@ -76,7 +76,7 @@ def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> No
 
 
 @pytest.mark.parametrize("grid", TABLES)
-def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_two(
+def test_table_code_gradients_use_the_first_gap(
     grid: str,
 ) -> None:
     tensor = made(grid)
@@ -94,7 +94,7 @@ def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_tw
 
 
 @pytest.mark.parametrize("grid", [*SCALED, "nvfp4"])
-def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: str) -> None:
+def test_stored_values_keep_dtypes_and_positive_scales(grid: str) -> None:
     tensor = made(grid)
     matrix = TunedMatrix.of(tensor, 0.0)
     before = matrix.result()
@@ -117,7 +117,7 @@ def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: s
         assert torch.equal(after.parameters["divisor"], tensor.parameters["divisor"])
 
 
-def test_a_factor_moves_as_with_the_adam_of_torch() -> None:
+def test_learned_factor_moves_like_torch_adam() -> None:
     factor = LearnedFactor.of(torch.ones(6), torch.float32, 0.01)
     other = torch.nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.Adam([other], betas=(0.9, 0.99))

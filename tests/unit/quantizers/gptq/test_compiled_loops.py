@@ -37,7 +37,7 @@ def _awkward(rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize("text", SCHEMES)
-def test_the_scale_search_finds_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_scale_search_equals_torch(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, importance, scheme = _awkward(70, 256), _matrix(256, seed=1).square(), parse(text)
     plain = integer.fit(weight, scheme, importance, search=True)
     monkeypatch.setattr(rows, "COMPILED_FROM", 1)
@@ -58,7 +58,7 @@ def test_the_scale_search_finds_the_same(text: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "text", usual([*SCHEMES, "q4_k", "q8_0", "iq4_xs"], *SCHEMES[:2], "q4_k", "iq4_xs")
 )
-def test_gptq_and_its_sweeps_choose_the_same_codes(
+def test_compiled_gptq_and_sweeps_choose_the_same_codes(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, inputs = _awkward(300, 256), _matrix(400, 256, seed=2) * torch.linspace(0.2, 3, 256)
@@ -86,7 +86,7 @@ def test_gptq_and_its_sweeps_choose_the_same_codes(
     assert arrays.figures["error"] == pytest.approx(in_torch.figures["error"], rel=1e-3)
 
 
-def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_parts_equal_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, inputs = _matrix(150, 128), _matrix(400, 128, seed=2) * torch.linspace(0.2, 3, 128)
     statistics = Statistics(hessian=inputs.T @ inputs / 400)
     monkeypatch.setattr(gptq, "ROWS_PER_PART", 40)

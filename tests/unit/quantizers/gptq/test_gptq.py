@@ -55,7 +55,7 @@ class _Watched:
         return result
 
 
-def test_a_damping_that_failed_leaves_no_matrix_beside_the_next() -> None:
+def test_failed_damping_frees_its_matrix_before_the_next() -> None:
     watched = _Watched(-torch.eye(8))
     assert factorize(watched, 0.01, torch.arange(8)) is None  # type: ignore[arg-type]
     assert watched.alive == [0] * len(DAMPING_MULTIPLES)
@@ -134,7 +134,7 @@ def _textbook(weight: Tensor, hessian: Tensor, scheme: Scheme, search: bool) -> 
 @pytest.mark.parametrize(
     "grid", ["int4:g32:sym", "int3:g40:asym", "int2:g80:asym", "int4:row:sym", "int3:tensor:asym"]
 )
-def test_codes_equal_the_textbook(scales: str, grid: str) -> None:
+def test_codes_equal_textbook_gptq(scales: str, grid: str) -> None:
     # One near tie that falls the other way in float32 changes much of its row: many rows, so that it may happen.
     weight, hessian, scheme = _matrix(512, 160), _hessian(160), parse(grid + ":f16")
     expected = _textbook(weight, hessian, scheme, scales == "search")
@@ -143,7 +143,7 @@ def test_codes_equal_the_textbook(scales: str, grid: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int4:g64:sym", "int2:g32:asym"])
-def test_it_halves_the_error_of_plain_rounding(scheme: str) -> None:
+def test_gptq_halves_the_error_of_plain_rounding(scheme: str) -> None:
     weight, hessian = _matrix(32, 256), _hessian(256)
     rounded = _round(weight, hessian, scheme)
     plain = rtn.round_matrices(
@@ -155,7 +155,7 @@ def test_it_halves_the_error_of_plain_rounding(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("sweeps", [0, 2])
-def test_the_figure_is_the_objective_relative_to_the_weighted_size_of_the_weight(
+def test_reported_error_is_the_relative_objective(
     sweeps: int,
 ) -> None:
     weight, hessian = _matrix(16, 96), _hessian(96)
@@ -259,7 +259,7 @@ def test_a_dead_channel_is_rounded_plainly_and_counted() -> None:
     assert int(tensor.codes[:, dead].count_nonzero()) > 8
 
 
-def test_without_any_activation_all_is_rounded_plainly() -> None:
+def test_without_activations_rounding_is_plain() -> None:
     weight = _matrix(4, 32)
     rounded = _round(weight, torch.zeros(32, 32), "int4:g32:sym")
     assert [event.kind for event in rounded.events] == ["dead-channels", "rtn-fallback"]
@@ -269,7 +269,7 @@ def test_without_any_activation_all_is_rounded_plainly() -> None:
     )
 
 
-def test_damping_is_raised_in_steps_and_a_hopeless_hessian_falls_back_with_an_event() -> None:
+def test_damping_rises_and_singular_hessian_falls_back() -> None:
     weight, hessian = _matrix(4, 32), torch.eye(32)
     hessian[0, 0] = -0.05
     raised = _round(weight, hessian, "int4:g32:sym")
@@ -283,7 +283,7 @@ def test_damping_is_raised_in_steps_and_a_hopeless_hessian_falls_back_with_an_ev
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_named(value: float) -> None:
+def test_non_finite_values_are_named(value: float) -> None:
     weight, hessian = _matrix(4, 32), _hessian(32)
     hessian[5, 5] = value
     with pytest.raises(InputError, match="w: the activations of input column 5"):
@@ -293,7 +293,7 @@ def test_values_that_are_not_finite_are_named(value: float) -> None:
         _round(weight, _hessian(32), "int4:g32:sym")
 
 
-def test_matrices_of_one_input_get_what_each_would_get_alone() -> None:
+def test_matrices_of_one_input_round_as_if_alone() -> None:
     weights = {
         "q": _matrix(8, 64),
         "k": _matrix(4, 64, 7),
@@ -320,7 +320,7 @@ def test_matrices_of_one_input_get_what_each_would_get_alone() -> None:
             assert torch.equal(together[name].tensor.parameters[key], value)
 
 
-def test_rows_are_independent_of_the_rows_they_are_worked_off_with(
+def test_rows_do_not_depend_on_their_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight, hessian = _matrix(40, 64), _hessian(64)
@@ -334,7 +334,7 @@ def test_rows_are_independent_of_the_rows_they_are_worked_off_with(
 
 
 @pytest.mark.parametrize("power", [-5, 4])
-def test_a_power_of_two_moves_only_the_scales(power: int) -> None:
+def test_power_of_two_factor_changes_only_the_scales(power: int) -> None:
     weight, hessian = _matrix(8, 64), _hessian(64)
     first = _round(weight, hessian, "int3:g32:asym:bf16", "search", refine=2).tensor
     second = _round(weight * 2.0**power, hessian, "int3:g32:asym:bf16", "search", refine=2).tensor
@@ -363,7 +363,7 @@ def test_the_number_of_threads_changes_nothing(scheme: str) -> None:
     assert results[0].figures == results[1].figures
 
 
-def test_the_factor_is_a_root_of_the_damped_hessian_in_processing_order() -> None:
+def test_factor_is_root_of_the_permuted_damped_hessian() -> None:
     hessian = _hessian(40)
     order = hessian.diagonal().argsort(descending=True)
     factor = factorize(hessian, 0.01, order)
@@ -390,7 +390,7 @@ def test_given_options_are_used_and_not_changed() -> None:
     assert rounding == kept
 
 
-def test_with_shrinkage_less_relies_on_correlations() -> None:
+def test_shrinkage_reduces_off_diagonal_feedback() -> None:
     weight, hessian = _matrix(64, 192), _hessian(192)
 
     def errors(shrinkage: float | None) -> tuple[float, float]:
@@ -406,7 +406,7 @@ def test_with_shrinkage_less_relies_on_correlations() -> None:
     assert errors(None) == some  # of 2 bits by default
 
 
-def test_matrices_that_read_one_input_shrink_it_alike_and_most() -> None:
+def test_matrices_of_one_input_use_the_largest_shrinkage() -> None:
     weight, hessian = _matrix(16, 128), _hessian(128)
     schemes = {"two": parse("int2:g64:asym"), "four": parse("int4:g64:sym")}
     matrices = dict.fromkeys(schemes, weight)
