@@ -15,14 +15,14 @@ from tests.conftest import made_once
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function from a name of `gguf_models` and changes to a directory. Do not write into it."""
-    made: dict[str, Path] = {}
+    created: dict[str, Path] = {}
 
     def model(name: str, **changes: object) -> Path:
         key = f"{name} {sorted(changes.items(), key=str)}"
-        if key not in made:
+        if key not in created:
             own = f"gguf-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-            make = lambda place: gguf_models.make(name, place / "m", **changes)  # noqa: E731
-            made[key] = made_once(tmp_path_factory, own, make) / "m"
-        return made[key]
+            make = lambda path: gguf_models.make(name, path / "m", **changes)  # noqa: E731
+            created[key] = made_once(tmp_path_factory, own, make) / "m"
+        return created[key]
 
     return model

@@ -38,12 +38,12 @@ def test_engine_defaults_load_in_their_engine(engine, bits):
         assert given["type"].startswith(f"Q{bits}_")
         return
     tensor = planned("mlp.up_proj", given["scheme"])
-    found = layer_verdicts(
+    verdicts = layer_verdicts(
         load_format(given["format"]).INFO.engines, [(tensor.scheme, tensor.matrix)]
     )
-    said = check_engine(engine, ALONE, [tensor], found, given["format"])
-    assert said[-1].startswith("serve it with: ")
-    assert "OUT" in said[-1]
+    notes = check_engine(engine, ALONE, [tensor], verdicts, given["format"])
+    assert notes[-1].startswith("serve it with: ")
+    assert "OUT" in notes[-1]
 
 
 def test_engine_defaults_equal_the_builtin_recipes():
@@ -51,9 +51,9 @@ def test_engine_defaults_equal_the_builtin_recipes():
         recipe, named = read_recipe(path), re.fullmatch(r"(.+)-(\d)bit", name)
         if recipe.engine is None or named is None:
             continue
-        made = build_recipe(None, engine=recipe.engine, bits=int(named[2]))
-        if made.format == recipe.format:
-            assert (made.type, made.scheme) == (recipe.type, recipe.scheme)
+        default_recipe = build_recipe(None, engine=recipe.engine, bits=int(named[2]))
+        if default_recipe.format == recipe.format:
+            assert (default_recipe.type, default_recipe.scheme) == (recipe.type, recipe.scheme)
 
 
 def test_unsupported_engine_bits_get_the_nearest_as_hint():
@@ -75,9 +75,9 @@ def test_results_an_engine_does_not_load_are_refused():
         ("transformers", "mlx", "int4:g64:min"),
     ):
         tensor = planned("mlp.up_proj", text)
-        found = layer_verdicts(load_format(key).INFO.engines, [(tensor.scheme, tensor.matrix)])
+        verdicts = layer_verdicts(load_format(key).INFO.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
-            check_engine(engine, ALONE, [tensor], found, key)
+            check_engine(engine, ALONE, [tensor], verdicts, key)
 
 
 def test_layers_must_be_divisible_among_devices():

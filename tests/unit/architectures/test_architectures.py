@@ -48,15 +48,15 @@ def headers(tiny: Tiny) -> Any:
 
 def renamed(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
     """Headers with prefixes replaced."""
-    found = []
+    result = []
     for tensor in stored.values():
         name = tensor.name
         for old, new in change.items():
             if name.startswith(old):
                 name = new + name.removeprefix(old)
                 break
-        found.append(replace(tensor, name=name))
-    return found
+        result.append(replace(tensor, name=name))
+    return result
 
 
 def refusal(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> str:
@@ -102,13 +102,13 @@ def test_declared_linears_and_shapes_match_transformers(headers: Any, family: st
     config, stored = headers(family)
     model_layout = match_tensors(config, stored.values())
     model = build_skeleton(config)
-    found = {
+    result = {
         f"{name}.weight"
         for name, module in model.named_modules()
         if type(module).__name__ in {"Linear", "Conv1D"} and name not in OUTSIDE
         if not name.startswith(TOWERS)
     }
-    assert linears(model_layout) == found
+    assert linears(model_layout) == result
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     values = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]
     shapes = {name: tuple(value.shape) for name, value in values if not name.startswith(TOWERS)}
@@ -167,7 +167,7 @@ def check_declaration(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "attending"),
+    ("declared", "attending"),
     [
         ({}, [1, 3]),
         ({"layer_types": None, "full_attn_idxs": [1, 3]}, [1, 3]),
@@ -175,10 +175,10 @@ def check_declaration(model_type: str) -> None:
     ],
 )
 def test_layer_kinds_are_read_from_the_configuration(
-    headers: Any, stated: dict[str, Any], attending: list[int]
+    headers: Any, declared: dict[str, Any], attending: list[int]
 ) -> None:
     config, stored = headers("lfm2")
-    config |= stated
+    config |= declared
     architecture = architecture_of(config)
     assert architecture is not None
     layers = architecture.layer_kinds(config, architecture.dimensions(config))
@@ -194,7 +194,7 @@ def test_layer_kinds_are_read_from_the_configuration(
 
 
 @pytest.mark.parametrize(
-    ("stated", "words"),
+    ("declared", "words"),
     [
         ({"layer_types": ["conv"] * 3}, "layer_types"),
         ({"layer_types": ["conv"] * 3 + ["sliding_attention"]}, "kinds of its 4 layers"),
@@ -209,10 +209,10 @@ def test_layer_kinds_are_read_from_the_configuration(
     ],
 )
 def test_bad_lfm2_sizes_and_layer_types_are_refused(
-    headers: Any, stated: dict[str, Any], words: str
+    headers: Any, declared: dict[str, Any], words: str
 ) -> None:
     config, stored = headers("lfm2")
-    assert words in refusal({**config, **stated}, stored.values())
+    assert words in refusal({**config, **declared}, stored.values())
 
 
 # ---- bad checkpoints
@@ -526,7 +526,7 @@ def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "keys", "said"),
+    ("family", "keys", "message"),
     [
         ("mixtral", {"num_experts": 7}, "contradict each other"),
         ("qwen3-moe", {"num_experts": 4, "num_local_experts": 9}, "contradict each other"),
@@ -542,10 +542,10 @@ def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
     ],
 )
 def test_contradicting_or_impossible_expert_settings_are_refused(
-    tiny: Tiny, family: str, keys: dict[str, object], said: str
+    tiny: Tiny, family: str, keys: dict[str, object], message: str
 ) -> None:
     checkpoint = open_checkpoint(tiny(family))
     stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     match_tensors(checkpoint.config, stored)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         match_tensors({**checkpoint.config, **keys}, stored)

@@ -95,13 +95,13 @@ def test_undeclared_gemma4_settings_fall_back_to_name_matching(
     saved: Any, changes: dict[str, Any]
 ) -> None:
     config, stored = saved("gemma4-equal")
-    found = match_tensors({**config, **changes}, stored)
-    assert found.architecture is None
-    assert next(iter(changes)) in found.linear_rule
+    model_layout = match_tensors({**config, **changes}, stored)
+    assert model_layout.architecture is None
+    assert next(iter(changes)) in model_layout.linear_rule
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes", "message"),
     [
         ("gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
         ("gemma4", {"num_kv_shared_layers": 3}, "no earlier layer makes keys"),
@@ -144,10 +144,10 @@ def test_undeclared_gemma4_settings_fall_back_to_name_matching(
     ids=str,
 )
 def test_impossible_configuration_values_are_refused(
-    saved: Any, family: str, changes: dict[str, Any], said: str
+    saved: Any, family: str, changes: dict[str, Any], message: str
 ) -> None:
     config, stored = saved(family)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         match_tensors({**config, **changes}, stored)
 
 
@@ -201,14 +201,16 @@ def test_full_size_gemma4_models_are_matched_and_translated_to_gguf(name: str) -
     """Without weights; what a configuration leaves out has the default of the family."""
     text = {"model_type": "gemma4_text", "head_dim": 256, **LARGE[name]}
     config = {"model_type": "gemma4", "text_config": text, "tie_word_embeddings": True}
-    held = build_skeleton(config).state_dict()
+    state_dict = build_skeleton(config).state_dict()
     stored = [
         StoredTensor(key.replace("model.", "model.language_model.", 1), "BF16", tuple(value.shape))
-        for key, value in held.items()
+        for key, value in state_dict.items()
         if key != "lm_head.weight"
     ]
     model_layout = match_tensors(config, stored)
-    assert {tensor.name for tensor in model_layout.tensors} == held.keys() - {"lm_head.weight"}
+    assert {tensor.name for tensor in model_layout.tensors} == state_dict.keys() - {
+        "lm_head.weight"
+    }
     keys = translate_parameters(text).keys
     full = [index for index, word in enumerate(LARGE[name]["layer_types"]) if word == F]
     heads = keys["gemma4.attention.head_count_kv"].value
@@ -235,11 +237,11 @@ def test_multimodal_text_defaults_come_from_the_text_model_type(
         "text_config": {**SIZES, **text},
         "tie_word_embeddings": False,
     }
-    stated = {"model_type": "mistral", **config["text_config"]}
-    held = build_skeleton({**config, "text_config": stated}).state_dict()
-    assert held["model.layers.0.self_attn.q_proj.weight"].shape[0] == 4 * head
+    declared = {"model_type": "mistral", **config["text_config"]}
+    state_dict = build_skeleton({**config, "text_config": declared}).state_dict()
+    assert state_dict["model.layers.0.self_attn.q_proj.weight"].shape[0] == 4 * head
     model_layout = match_tensors(
-        config, [StoredTensor(key, "BF16", tuple(value.shape)) for key, value in held.items()]
+        config, [StoredTensor(key, "BF16", tuple(value.shape)) for key, value in state_dict.items()]
     )
     assert model_layout.dimensions is not None
     assert model_layout.dimensions.head == head

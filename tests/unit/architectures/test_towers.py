@@ -38,11 +38,11 @@ def test_the_block_list_of_configured_length_is_the_decoder(
     shapes = blocks("model.lm.layers", 2) | blocks(tower, 6)
     shapes |= {beside: (4, H), "model.lm.embed_tokens.weight": (8, H)}
     shapes |= {"model.deepstack_merger_list.0.fc.weight": (H, H)}
-    found = roles(config, shapes)
-    linear = {name for name, (role, _) in found.items() if role is Role.LINEAR}
+    assigned = roles(config, shapes)
+    linear = {name for name, (role, _) in assigned.items() if role is Role.LINEAR}
     assert linear == set(blocks("model.lm.layers", 2))
-    assert all(found[name] == (Role.OTHER, -1) for name in [*blocks(tower, 6), beside])
-    assert found["model.lm.embed_tokens.weight"] == (Role.EMBEDDING, -1)
+    assert all(assigned[name] == (Role.OTHER, -1) for name in [*blocks(tower, 6), beside])
+    assert assigned["model.lm.embed_tokens.weight"] == (Role.EMBEDDING, -1)
 
 
 def test_all_block_lists_of_a_text_model_are_decoder_blocks() -> None:
@@ -51,11 +51,11 @@ def test_all_block_lists_of_a_text_model_are_decoder_blocks() -> None:
         blocks("model.layers", 2) | blocks("draft.layers", 1) | {"model.altup.0.weight": (H, H)}
     )
     shapes |= blocks("mtp.layers", 1)
-    found = roles({"num_hidden_layers": 2, "ffn_config": {"size": 3}}, shapes)
-    linear = {name for name, (role, _) in found.items() if role is Role.LINEAR}
+    assigned = roles({"num_hidden_layers": 2, "ffn_config": {"size": 3}}, shapes)
+    linear = {name for name, (role, _) in assigned.items() if role is Role.LINEAR}
     assert linear == set(blocks("model.layers", 2) | blocks("draft.layers", 1))
-    assert all(found[name] == (Role.FOREIGN, -1) for name in blocks("mtp.layers", 1))
-    assert found["model.altup.0.weight"] == (Role.OTHER, -1)
+    assert all(assigned[name] == (Role.FOREIGN, -1) for name in blocks("mtp.layers", 1))
+    assert assigned["model.altup.0.weight"] == (Role.OTHER, -1)
 
 
 def test_linears_inside_norm_modules_are_linears() -> None:
@@ -64,8 +64,8 @@ def test_linears_inside_norm_modules_are_linears() -> None:
         "indexer.wk", "attn_norm.up")}  # fmt: skip
     shapes |= {"l.0.norm_attn_norm.norm_1.weight": (H,), "l.0.short_conv.weight": (H, 4)}
     shapes |= {"model.unembed.weight": (8, H), "model.embed_proj.weight": (H, H)}
-    found = roles({"num_hidden_layers": 2}, shapes)
-    linear = {name for name, (role, _) in found.items() if role is Role.LINEAR and "l.0" in name}
+    assigned = roles({"num_hidden_layers": 2}, shapes)
+    linear = {name for name, (role, _) in assigned.items() if role is Role.LINEAR and "l.0" in name}
     assert linear == {
         f"l.0.{name}.weight"
         for name in (
@@ -75,5 +75,5 @@ def test_linears_inside_norm_modules_are_linears() -> None:
             "attn_norm.up",
         )
     }
-    assert found["model.unembed.weight"] == (Role.HEAD, -1)
-    assert found["model.embed_proj.weight"] == (Role.OTHER, -1)
+    assert assigned["model.unembed.weight"] == (Role.HEAD, -1)
+    assert assigned["model.embed_proj.weight"] == (Role.OTHER, -1)

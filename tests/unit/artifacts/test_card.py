@@ -44,18 +44,18 @@ def code_of(directory: Path, language: str, engine: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme", "packages"),
+    ("format_key", "scheme", "packages"),
     [("compressed-tensors", "int4:g32:sym", "compressed-tensors"), ("plain", None, ""),
      ("bnb", "nf4", "bitsandbytes")],
 )  # fmt: skip
 def test_the_loading_code_of_a_card_runs(
-    form: str, scheme: str | None, packages: str, tiny: Tiny, tmp_path: Path,
+    format_key: str, scheme: str | None, packages: str, tiny: Tiny, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     for package in filter(None, [packages.replace("-", "_"), "accelerate"]):
         pytest.importorskip(package)
-    wanted = recipe(scheme=scheme, format=form, scales="absmax")
-    quantize(tiny("llama-wide"), tmp_path / "q", wanted)
+    requested_recipe = recipe(scheme=scheme, format=format_key, scales="absmax")
+    quantize(tiny("llama-wide"), tmp_path / "q", requested_recipe)
     code = code_of((tmp_path / "q").rename(tmp_path / "any-name"), "python", "transformers")
     assert f"pip install transformers accelerate {packages}".strip() in code
     assert "apply_chat_template" in code
@@ -65,14 +65,14 @@ def test_the_loading_code_of_a_card_runs(
 
 
 def test_every_engine_of_a_format_has_a_loading_snippet() -> None:
-    for form in FORMATS:
-        about = load_format(form).INFO
-        found = snippets(
+    for format_key in FORMATS:
+        about = load_format(format_key).INFO
+        loading_snippets = snippets(
             about, [EngineVerdict(name, True) for name in about.engines], "x", chat=False
         )
-        assert [item.engine for item in found] == list(about.engines)
+        assert [item.engine for item in loading_snippets] == list(about.engines)
         assert set(about.engine_packages) <= set(about.engines) <= set(TARGETS)
-        for item in found:
+        for item in loading_snippets:
             assert "x" in item.code
             if item.language == "python":
                 compile(item.code, item.engine, "exec")
@@ -83,13 +83,13 @@ def test_base_model_is_a_hub_name_or_omitted(tiny: Tiny, tmp_path: Path) -> None
     (model / "README.md").write_text(
         "---\nlicense: mit\nlanguage: no\nbase_model: other/thing\nwidget: [x]\n---\n# M\n"
     )
-    wanted = recipe(scheme="int8:row", scales="absmax")
-    quantize(model, tmp_path / "a", wanted)
+    requested_recipe = recipe(scheme="int8:row", scales="absmax")
+    quantize(model, tmp_path / "a", requested_recipe)
     data = card_of(tmp_path / "a").data.to_dict()
     assert "base_model" not in data
     assert "base_model" not in manifest.read_manifest(tmp_path / "a")
     assert "base_model" not in (tmp_path / "a" / "README.md").read_text()
-    quantize(model, tmp_path / "b", wanted, base_model="org/name")
+    quantize(model, tmp_path / "b", requested_recipe, base_model="org/name")
     data = card_of(tmp_path / "b").data.to_dict()
     assert data == {
         "base_model": "org/name", "base_model_relation": "quantized", "language": "no", "library_name": "transformers",
@@ -110,8 +110,8 @@ def test_a_result_that_no_engine_loads_names_no_library(tiny: Tiny) -> None:
 
 def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> None:
     rows = replace(CALIBRATION, random_share=0.5)
-    wanted = swift("gptq", scheme="int4:g32:sym:f16", calibration=rows)
-    quantize(tiny("llama-wide"), tmp_path / "a", wanted, base_model="org/name")
+    requested_recipe = swift("gptq", scheme="int4:g32:sym:f16", calibration=rows)
+    quantize(tiny("llama-wide"), tmp_path / "a", requested_recipe, base_model="org/name")
     export(tmp_path / "a", format="gptq", out=tmp_path / "b")
     export(tmp_path / "b", format="compressed-tensors", out=tmp_path / "c")
     text = (tmp_path / "c" / "README.md").read_text()
@@ -123,9 +123,9 @@ def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> N
     ):  # fmt: skip
         assert line in text, line
     assert card_of(tmp_path / "c").data.base_model == "org/name"
-    told = manifest.read_manifest(tmp_path / "c")
-    assert told is not None
-    first = told["lineage"]["lineage"]
+    document = manifest.read_manifest(tmp_path / "c")
+    assert document is not None
+    first = document["lineage"]["lineage"]
     assert (first["method"], first["base_model"]) == ("gptq", "org/name")
     assert first["recipe"] == manifest.read_manifest(tmp_path / "a")["recipe"]
 
@@ -142,9 +142,9 @@ def test_a_card_title_does_not_depend_on_the_directory(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny("llama-wide")
-    wanted = ("--method", "rtn", "--bits", "4", "--scales", "absmax", "-o", tmp_path / "my+name")
-    said = command(capsys, "quantize", model, *wanted)
-    assert f"hf upload ORG/my-name {tmp_path / 'my+name'} ." in said.err
+    arguments = ("--method", "rtn", "--bits", "4", "--scales", "absmax", "-o", tmp_path / "my+name")
+    result = command(capsys, "quantize", model, *arguments)
+    assert f"hf upload ORG/my-name {tmp_path / 'my+name'} ." in result.err
     text = (tmp_path / "my+name" / "README.md").read_text()
     assert f"# {model.name} quantized by rtn (compressed-tensors)\n" in text
     assert f"{model.name}-rtn" not in text
@@ -162,13 +162,13 @@ def test_names_are_quoted_for_shell_python_and_markdown() -> None:
     name = """it's "a" $(b)|`c`.gguf"""
     about = load_format("gguf").INFO
     served = snippets(about, [EngineVerdict("llama.cpp", True)], name, chat=True)[0].code
-    command, asked = served.split("\n\n# in another terminal\n")
+    command, request = served.split("\n\n# in another terminal\n")
     assert name in shlex.split(command)
-    assert json.loads(shlex.split(asked)[-1])["messages"]
-    assert json.loads(shlex.split(asked)[-1])["model"] in {name, name.removesuffix(".gguf")}
+    assert json.loads(shlex.split(request)[-1])["messages"]
+    assert json.loads(shlex.split(request)[-1])["model"] in {name, name.removesuffix(".gguf")}
     (loaded,) = snippets(about, [EngineVerdict("transformers", True)], name, chat=False)
-    (place,) = re.findall(r"^place = .*", loaded.code, re.MULTILINE)
-    assert ast.literal_eval(place.removeprefix("place = ").partition("  # ")[0]) == name
+    (assignment,) = re.findall(r"^place = .*", loaded.code, re.MULTILINE)
+    assert ast.literal_eval(assignment.removeprefix("place = ").partition("  # ")[0]) == name
     assert code("a.gguf") == "`a.gguf`"
     shown = code(name)
     assert not {"|", "`", "*"} & set(shown)

@@ -35,8 +35,8 @@ def test_measured_figures_change_only_their_card_sections(
     tiny: Tiny, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = copied(made, tmp_path / "q")
-    place, before = result / "README.md", tree(result)
-    text = place.read_text()
+    card_path, before = result / "README.md", tree(result)
+    text = card_path.read_text()
     arguments = (
         "eval",
         tiny("llama-wide"),
@@ -49,19 +49,19 @@ def test_measured_figures_change_only_their_card_sections(
         result,
     )
     assert command(capsys, *arguments, "--no-speed", "-q").code == 0
-    first = place.read_text()
+    first = card_path.read_text()
     assert card_figures.with_figures(first, "", "") == text
     assert {**tree(result), "README.md": before["README.md"]} == before
     data = ModelCard(first).data
-    found = {item.metric_type: item for item in data.eval_results}
+    metrics = {item.metric_type: item for item in data.eval_results}
     assert data.model_name == "q"
-    assert set(found) == {"perplexity", "kl_divergence", "agreement"}
-    assert found["kl_divergence"].metric_value > 0
-    assert found["perplexity"].dataset_args["windows"] == 2
+    assert set(metrics) == {"perplexity", "kl_divergence", "agreement"}
+    assert metrics["kl_divergence"].metric_value > 0
+    assert metrics["perplexity"].dataset_args["windows"] == 2
     assert "| `q` |" in first
     assert "token ids SHA-256" in first
     measured(tiny("llama-wide"), result, windows=3)
-    second = place.read_text()
+    second = card_path.read_text()
     assert second != first
     assert "3 windows" in second
     assert "2 windows" not in second
@@ -71,11 +71,13 @@ def test_measured_figures_change_only_their_card_sections(
 
 def test_edits_of_a_card_by_hand_are_preserved(tiny: Tiny, made: Path, tmp_path: Path) -> None:
     result = copied(made, tmp_path / "q")
-    place = result / "README.md"
-    mine = place.read_bytes().replace(b"## Loading", b"## Mine\r\n\xff\xfe text\r\n\n## Loading")
-    place.write_bytes(mine)
+    card_path = result / "README.md"
+    mine = card_path.read_bytes().replace(
+        b"## Loading", b"## Mine\r\n\xff\xfe text\r\n\n## Loading"
+    )
+    card_path.write_bytes(mine)
     measured(tiny("llama-wide"), result)
-    text = place.read_bytes().decode(errors="surrogateescape")
+    text = card_path.read_bytes().decode(errors="surrogateescape")
     assert card_figures.with_figures(text, "", "").encode(errors="surrogateescape") == mine
 
 
@@ -92,16 +94,16 @@ def test_a_damaged_section_delimiter_is_refused_before_measuring(
     change: Any, where: str, tiny: Tiny, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = copied(made, tmp_path / "q")
-    place = result / "README.md"
-    place.write_text(change(place.read_text()))
-    damaged = place.read_bytes()
+    card_path = result / "README.md"
+    card_path.write_text(change(card_path.read_text()))
+    damaged = card_path.read_bytes()
     monkeypatch.setattr(
         "quantforge.evaluation.compare_models.compare_models", lambda *_: pytest.fail("measured")
     )
     with pytest.raises(InputError, match="is not between one line") as caught:
         measured(tiny("llama-wide"), result)
     assert where in str(caught.value.hint)
-    assert place.read_bytes() == damaged
+    assert card_path.read_bytes() == damaged
 
 
 def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, made: Path, tmp_path: Path) -> None:
@@ -116,7 +118,9 @@ def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, made: Path, tmp_path: 
         measured(model, result)
     (result / "README.md").unlink()
     (tmp_path / "kept.md").rename(result / "README.md")
-    place = result / NAME
-    place.write_text(place.read_text().replace(card_figures.MUTABLE[0]["begin"], "<!-- other -->"))
+    manifest_path = result / NAME
+    manifest_path.write_text(
+        manifest_path.read_text().replace(card_figures.MUTABLE[0]["begin"], "<!-- other -->")
+    )
     with pytest.raises(InputError, match="declares parts of"):
         measured(model, result)

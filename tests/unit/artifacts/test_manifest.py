@@ -79,12 +79,12 @@ def test_a_manifest_rounds_figures_and_counts_events():
         Event("dead-channels", "a", "y"),
         Event("inexact", "a", "z"),
     ]
-    found = manifest.build_manifest(
+    document = manifest.build_manifest(
         PLAN, "recipe", {"model": "m"}, None, events, {"a": {"error": 1 / 7}}
     )
-    versions = found.pop("versions")
+    versions = document.pop("versions")
     assert set(versions) == {"quantforge", "python", "machine", *manifest.VERSIONED_PACKAGES}
-    assert found == {
+    assert document == {
         "schema": "quantforge.manifest/2", "method": "rtn", "format": "native", "model_type": "llama",
         "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "not_copied": ["notes.txt"],
         "bits_per_weight": 2.666667,
@@ -99,7 +99,7 @@ def test_a_manifest_rounds_figures_and_counts_events():
         ],
         "event_counts": {"dead-channels": 1, "inexact": 2},
     }  # fmt: skip
-    assert list(found["event_counts"]) == ["dead-channels", "inexact"]
+    assert list(document["event_counts"]) == ["dead-channels", "inexact"]
 
 
 def test_a_manifest_lists_all_files_except_itself_and_signatures(tmp_path):
@@ -107,11 +107,11 @@ def test_a_manifest_lists_all_files_except_itself_and_signatures(tmp_path):
     for name in ("templates/é.jinja", "model.safetensors", manifest.NAME, "model.sig"):
         (tmp_path / name).write_bytes(b"x")
     digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
-    one = f'{{\n   "bytes": 1,\n   "sha256": "{digest}"\n  }}'
+    entry = f'{{\n   "bytes": 1,\n   "sha256": "{digest}"\n  }}'
     assert manifest.finish_manifest({"model": "ü"}, tmp_path).decode() == (
         '{\n "model": "ü",\n "outputs": {\n'
-        f'  "model.safetensors": {one},\n'
-        f'  "templates/é.jinja": {one}\n'
+        f'  "model.safetensors": {entry},\n'
+        f'  "templates/é.jinja": {entry}\n'
         " }\n}\n"
     )
 
@@ -142,18 +142,18 @@ def test_a_model_in_an_unsupported_format_can_be_inspected(tiny, tmp_path):
         f"{module}.weight._scale": weight[:, :1].clone(),
     }
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    found = inspect(source)
-    assert found.format == "quanto (not read)"
-    assert found.schemes == {"BF16": len(found.tensors) - 1, "I8": 1}
-    assert found.quantized_weights == 0
+    inspection = inspect(source)
+    assert inspection.format == "quanto (not read)"
+    assert inspection.schemes == {"BF16": len(inspection.tensors) - 1, "I8": 1}
+    assert inspection.quantized_weights == 0
 
 
 def test_inspection_of_a_release_agrees_with_its_manifest(released):
-    found = inspect(released[0])
-    assert found.format == "compressed-tensors"
-    assert found.schemes["int4:g128:sym:bf16"] == 14
-    assert found.provenance["method"] == "gptq"
-    assert found.bits_per_quantized_weight == pytest.approx(
+    inspection = inspect(released[0])
+    assert inspection.format == "compressed-tensors"
+    assert inspection.schemes["int4:g128:sym:bf16"] == 14
+    assert inspection.provenance["method"] == "gptq"
+    assert inspection.bits_per_quantized_weight == pytest.approx(
         manifest.read_manifest(released[0])["bits_per_weight"], abs=1e-6
     )
 

@@ -52,14 +52,15 @@ def rows(source, trial):
 
 def test_fp8_caches_are_compared_with_the_stored_scales(source):
     """A file that states scales of its cache has no others when it is served in fp8."""
-    found = plan_cache_comparison([open_model(source)], TEXT * 2, ("fp8",), 200)
+    comparison = plan_cache_comparison([open_model(source)], TEXT * 2, ("fp8",), 200)
     loaded = load(source, dtype=torch.float32)
     coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
     scales = dict.fromkeys(range(loaded.model.config.num_hidden_layers), (coarse, coarse))
-    own, stated = (
-        compare_caches(one, found)[1] for one in (loaded, replace(loaded, kv_scales=scales))
+    own, with_scales = (
+        compare_caches(loaded_model, comparison)[1]
+        for loaded_model in (loaded, replace(loaded, kv_scales=scales))
     )
-    assert stated["kl_mean"] > 2 * own["kl_mean"] > 0
+    assert with_scales["kl_mean"] > 2 * own["kl_mean"] > 0
 
 
 def test_cache_windows_span_all_positions(source, trial):
@@ -67,21 +68,21 @@ def test_cache_windows_span_all_positions(source, trial):
 
 
 def test_a_short_text_gives_shorter_cache_windows(source):
-    found = plan_cache_comparison([open_model(source)], TEXT[:240], ("16bit",), 400)
-    assert 2 <= found.windows.ids.shape[1] < 128
-    assert found.kinds == ()
+    comparison = plan_cache_comparison([open_model(source)], TEXT[:240], ("16bit",), 400)
+    assert 2 <= comparison.windows.ids.shape[1] < 128
+    assert comparison.kinds == ()
     with pytest.raises(InputError, match="nothing to score"):
         plan_cache_comparison([open_model(source)], "", ("int8",), 400)
 
 
 def test_cache_windows_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
     model = make_tiny("llama", tmp_path / "long", max_position_embeddings=1 << 14)
-    found = plan_cache_comparison([open_model(model)], TEXT * 200, ("int8",), 400)
-    assert found.windows.ids.shape == (1, 8192)
-    assert [one.distance for one in found.keys] == [32 << n for n in range(8)]
+    comparison = plan_cache_comparison([open_model(model)], TEXT * 200, ("int8",), 400)
+    assert comparison.windows.ids.shape == (1, 8192)
+    assert [item.distance for item in comparison.keys] == [32 << n for n in range(8)]
     ranges = [*_by_position(torch.ones(2, 8191))]
-    assert [one["last"] for one in ranges] == [64 << n for n in range(7)] + [8191]
-    assert [one["first"] for one in ranges] == [1, *(one["last"] + 1 for one in ranges[:-1])]
+    assert [item["last"] for item in ranges] == [64 << n for n in range(7)] + [8191]
+    assert [item["first"] for item in ranges] == [1, *(item["last"] + 1 for item in ranges[:-1])]
 
 
 def test_cache_divergence_equals_token_by_token_decoding(source, trial, rows):
@@ -94,14 +95,14 @@ def test_cache_divergence_equals_token_by_token_decoding(source, trial, rows):
             super().write(layer, slots, keys.bfloat16().float(), values.bfloat16().float())
 
     def logits(kind):
-        held = Handed(decoder.cache_shape(kind), 1, len(ids), torch.device("cpu"))
-        held.reserve(0, len(ids))
-        found = []
+        cache = Handed(decoder.cache_shape(kind), 1, len(ids), torch.device("cpu"))
+        cache.reserve(0, len(ids))
+        result = []
         with torch.inference_mode():
             for token in ids[:-1]:
-                found.append(decoder.logits(decoder.hidden(token.view(1, 1), held))[0, -1])
-                held.advance_all(1)
-        return torch.stack(found).log_softmax(-1).double()
+                result.append(decoder.logits(decoder.hidden(token.view(1, 1), cache))[0, -1])
+                cache.advance_all(1)
+        return torch.stack(result).log_softmax(-1).double()
 
     whole = logits("16bit")
     single = compare_caches(
@@ -113,7 +114,7 @@ def test_cache_divergence_equals_token_by_token_decoding(source, trial, rows):
         kl = (whole.exp() * (whole - other)).sum(-1)
         assert row["kl_mean"] == pytest.approx(kl.mean().item(), rel=0.02)
         assert row["kl_se"] is None  # of one window
-        assert [one["last"] for one in row["by_position"]] == [64, 127]
+        assert [item["last"] for item in row["by_position"]] == [64, 127]
         assert row["by_position"][1]["kl_mean"] == pytest.approx(kl[64:].mean().item(), rel=0.02)
         assert row["keys_found"] is None
     assert rows[0]["kl_mean"] is None
@@ -125,7 +126,9 @@ def test_cache_divergence_grows_with_fewer_bits_of_keys_or_values(rows):
     int8, int4, both = (by_kind[kind]["kl_mean"] for kind in KINDS)
     assert 0 < 10 * int8 < both < int4
     for row in rows[1:]:
-        whole = sum((one["last"] - one["first"] + 1) * one["kl_mean"] for one in row["by_position"])
+        whole = sum(
+            (item["last"] - item["first"] + 1) * item["kl_mean"] for item in row["by_position"]
+        )
         assert whole / 127 == pytest.approx(row["kl_mean"])
         assert row["kl_se"] > 0
 
@@ -135,8 +138,8 @@ def test_request_counts_follow_from_the_page_sizes(trial, rows):
 
     def request(kind):
         shape = CacheShape(3, 2, 16, kind, torch.bfloat16)
-        held = PagedCache(shape, 1, length, torch.device("cpu"))
-        return sum(part.nbytes for pair in held.layers for one in pair for part in one.tensors())
+        cache = PagedCache(shape, 1, length, torch.device("cpu"))
+        return sum(part.nbytes for pair in cache.layers for item in pair for part in item.tensors())
 
     memory = BASELINE_REQUESTS * request("16bit")
     for row in rows:
@@ -147,9 +150,9 @@ def test_request_counts_follow_from_the_page_sizes(trial, rows):
 
 def test_keys_are_planted_at_the_stated_distances():
     windows = Windows(torch.arange(3 * 400).view(3, 400), None)
-    found = plant_keys(windows)
-    assert [one.distance for one in found] == [32, 64, 128, 256]
-    for planted in found:
+    planted_keys = plant_keys(windows)
+    assert [item.distance for item in planted_keys] == [32, 64, 128, 256]
+    for planted in planted_keys:
         for ids, others in zip(planted.ids, planted.control_ids, strict=True):
             cue, key = ids[-CUE_TOKENS - KEY_TOKENS : -KEY_TOKENS], ids[-KEY_TOKENS:]
             assert torch.equal(
@@ -168,20 +171,24 @@ def test_key_nats_are_log_probabilities_of_the_key(source, trial, rows):
     planted = trial.keys[0]
     with torch.inference_mode():
         nats = model(planted.ids).logits[:, :-1].log_softmax(-1)
-    wanted = nats[:, -KEY_TOKENS:].gather(2, planted.ids[:, -KEY_TOKENS:, None]).mean().item()
-    found = rows[0]["by_distance"][0]
-    assert found["distance"] == planted.distance == 32
-    assert found["key_nats"] == pytest.approx(wanted, abs=2e-3)  # keys and values in bfloat16
+    expected = nats[:, -KEY_TOKENS:].gather(2, planted.ids[:, -KEY_TOKENS:, None]).mean().item()
+    result = rows[0]["by_distance"][0]
+    assert result["distance"] == planted.distance == 32
+    assert result["key_nats"] == pytest.approx(expected, abs=2e-3)  # keys and values in bfloat16
     assert rows[0]["key_change"] is None
     assert rows[2]["key_change_se"] > 0
 
 
 def test_an_evaluation_with_caches_follows_the_published_schema(source):
     changed = options(text=TEXT * 4, caches=("int8", "k=int8,v=int4"), windows=20)
-    found = compared(source, [source], changed)
-    assert [row["kind"] for row in found.rows[1]["caches"]] == ["16bit", "int8", "k=int8,v=int4"]
-    assert found.rows[0]["caches"] == found.rows[1]["caches"]
-    document = json.loads(json.dumps(found.to_json()))
+    evaluation = compared(source, [source], changed)
+    assert [row["kind"] for row in evaluation.rows[1]["caches"]] == [
+        "16bit",
+        "int8",
+        "k=int8,v=int4",
+    ]
+    assert evaluation.rows[0]["caches"] == evaluation.rows[1]["caches"]
+    document = json.loads(json.dumps(evaluation.to_json()))
     assert document["caches"]["length"] == 128
     schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
     jsonschema.validate(document, schema)

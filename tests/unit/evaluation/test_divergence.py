@@ -64,9 +64,9 @@ def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
     logits, sizes = OutputHead.logits, []
 
     def noted(*arguments):
-        found = logits(*arguments)
-        sizes.append(found.shape)
-        return found
+        chunk = logits(*arguments)
+        sizes.append(chunk.shape)
+        return chunk
 
     monkeypatch.setitem(output_head.MAX_CHUNK_LOGITS, "cpu", 200)
     monkeypatch.setattr(output_head, "MAX_CHUNK_TOKENS", 5)
@@ -104,9 +104,9 @@ def test_an_unsplittable_head_is_computed_in_chunks_of_tokens(tiny, monkeypatch)
     monkeypatch.setattr(output_head, "MIN_CHUNK_TOKENS", 5)
     monkeypatch.setitem(output_head.MAX_CHUNK_LOGITS, "cpu", 1)
     assert list(OutputHead(model).token_slices(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
-    found = score(model, windows, whole)  # of which the reference's can
-    torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
-    assert float(found.divergence.kl.abs().max()) < 1e-6
+    result = score(model, windows, whole)  # of which the reference's can
+    torch.testing.assert_close(result.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
+    assert float(result.divergence.kl.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("whose", ["the model's", "the reference's"])
@@ -126,25 +126,25 @@ def test_vocabulary_is_split_only_if_both_heads_allow_it(tiny, monkeypatch, whos
         monkeypatch.setattr(output_head, "OutputHead", Uncut)
     else:
         whole.head = Uncut(model)
-    found = score(model, windows, whole)
-    torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
-    assert float(found.divergence.kl.abs().max()) < 1e-6
+    result = score(model, windows, whole)
+    torch.testing.assert_close(result.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
+    assert float(result.divergence.kl.abs().max()) < 1e-6
 
 
-def noted(told: list[tuple[int, int]], report: Progress) -> None:
-    told.append((report.done, report.total))
+def noted(reports: list[tuple[int, int]], report: Progress) -> None:
+    reports.append((report.done, report.total))
 
 
 def test_hidden_states_use_the_given_storage_and_progress_counts_windows(tiny, tmp_path):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
-        told: list[tuple[int, int]] = []
-        with report_to(partial(noted, told)):
+        reports: list[tuple[int, int]] = []
+        with report_to(partial(noted, reports)):
             reference = score_reference(model, windows, directory)
             assert isinstance(reference.states, kind)
             score(model, windows, reference)
         reference.close()
-        steps, total = zip(*told, strict=True)
+        steps, total = zip(*reports, strict=True)
         assert set(total) == {4}
         assert [step for step in steps if step == 4] == [4, 4]
         assert list(steps[: steps.index(4) + 1]) == sorted(set(steps[: steps.index(4) + 1]))
@@ -159,8 +159,8 @@ def test_logit_sums_over_chunks_equal_cross_entropy():
     for first in range(0, 50, 7):
         part = slice(first, min(first + 7, 50))
         sums.add(logits[:, part].clone(), part)
-    wanted = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-    torch.testing.assert_close(sums.nll, wanted, rtol=1e-6, atol=1e-6)
+    expected = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(sums.nll, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(sums.best, logits.argmax(-1))
 
 
@@ -183,7 +183,7 @@ def test_models_are_compared_window_by_window():
 
 
 def test_quantiles_are_taken_over_tokens():
-    found = Divergence(torch.arange(100.0).view(4, 25).flip(0), torch.ones(4, 25))
-    assert found.quantile(0.5) == 50
-    assert found.quantile(0.99) == 99
-    assert found.quantile(1.0) == 99
+    result = Divergence(torch.arange(100.0).view(4, 25).flip(0), torch.ones(4, 25))
+    assert result.quantile(0.5) == 50
+    assert result.quantile(0.99) == 99
+    assert result.quantile(1.0) == 99

@@ -113,14 +113,14 @@ def test_the_protocol_states_text_windows_and_dtype(found):
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, found):
     """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
-    source, told = tiny("llama-tied"), []
-    eight = compared(source, [rounded], options(), Settings(input_bits=8, note=told.append))
+    source, messages = tiny("llama-tied"), []
+    eight = compared(source, [rounded], options(), Settings(input_bits=8, note=messages.append))
     assert eight.rows[0]["nll"] == found.rows[0]["nll"]
     assert "llvm-int8" in eight.rows[1]["kernels"]
     assert "llvm-int8" not in found.rows[2]["kernels"]
     apart = abs(eight.rows[1]["kl_mean"] / found.rows[2]["kl_mean"] - 1)
     assert 1e-6 < apart < 0.1
-    assert not told
+    assert not messages
     assert eight.to_json()["protocol"]["input_bits"] == 8
     for kind in ("markdown", "html"):
         page = report.render(eight, kind)
@@ -133,9 +133,13 @@ def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, found):
 def test_input_bits_without_effect_give_a_note(tiny, tmp_path):
     recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
     quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())
-    told: list[str] = []
-    compared(tiny("llama"), [tmp_path / "nf4"], options(), Settings(input_bits=8, note=told.append))
-    assert any(line.startswith("nf4: ") and "keep activations of 16 bits" in line for line in told)
+    messages: list[str] = []
+    compared(
+        tiny("llama"), [tmp_path / "nf4"], options(), Settings(input_bits=8, note=messages.append)
+    )
+    assert any(
+        line.startswith("nf4: ") and "keep activations of 16 bits" in line for line in messages
+    )
 
 
 def test_a_model_has_zero_divergence_from_itself(found):
@@ -209,18 +213,18 @@ def test_a_head_with_unknown_operations_is_refused(tiny, monkeypatch):
 
 
 def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_path):
-    asked = options(
+    requested_options = options(
         text=TEXT * 4, caches=("int4",), prompts=Prompts("a test", ("the weights of",), 8)
     )
-    plain = compared(tiny("llama-tied"), [rounded], asked).rows[1]
+    plain = compared(tiny("llama-tied"), [rounded], requested_options).rows[1]
     assert plain["generated"]["kl_mean"] > 0.001
     for model in (tiny("llama-tied"), rounded):
-        place = shutil.copytree(model, tmp_path / model.name)
-        config = json.loads((place / "config.json").read_text())
+        path = shutil.copytree(model, tmp_path / model.name)
+        config = json.loads((path / "config.json").read_text())
         config["final_logit_softcapping"] = 1.0  # a llama of transformers applies none
-        (place / "config.json").write_text(json.dumps(config))
+        (path / "config.json").write_text(json.dumps(config))
     copies = tmp_path / tiny("llama-tied").name, tmp_path / rounded.name
-    capped = compared(copies[0], [copies[1]], asked).rows[1]
+    capped = compared(copies[0], [copies[1]], requested_options).rows[1]
     for figures in ("kl_mean", "generated", "caches"):
         assert capped[figures] == plain[figures]
 
@@ -274,9 +278,9 @@ def test_one_model_is_in_memory_at_a_time(tiny, rounded, monkeypatch):
     def watched(*args, **named):
         gc.collect()
         assert all(reference() is None for reference in loaded)
-        found = load(*args, **named)
-        loaded.append(weakref.ref(found.model))
-        return found
+        loaded_model = load(*args, **named)
+        loaded.append(weakref.ref(loaded_model.model))
+        return loaded_model
 
     monkeypatch.setattr(run, "load", watched)
     monkeypatch.setattr(speed, "load", watched)
@@ -288,12 +292,16 @@ def test_one_model_is_in_memory_at_a_time(tiny, rounded, monkeypatch):
 
 
 def test_progress_counts_windows(tiny):
-    told = []
-    with report_to(told.append):
+    reports = []
+    with report_to(reports.append):
         compared(tiny("llama-tied"), [], options())
-    (last,) = [one for one in told if one.step == "windows of the text" and one.done == 4]
+    (last,) = [
+        progress_report
+        for progress_report in reports
+        if progress_report.step == "windows of the text" and progress_report.done == 4
+    ]
     assert (last.phase, last.total) == (f"scoring {tiny('llama-tied').name}", 4)
-    shares = [one.share for one in told]
+    shares = [progress_report.share for progress_report in reports]
     assert shares == sorted(shares)
 
 
@@ -301,15 +309,26 @@ def test_every_evaluation_phase_has_a_share_of_the_progress(tiny, monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
-    told = []
-    with report_to(told.append):
+    reports = []
+    with report_to(reports.append):
         compared(tiny("llama-tied"), [], options(caches=("int8",), speed=True))
-    begun = {one.phase.partition(" ")[0]: one.share for one in reversed(told)}
+    begun = {
+        progress_report.phase.partition(" ")[0]: progress_report.share
+        for progress_report in reversed(reports)
+    }
     phases = [begun[name] for name in ("loading", "scoring", "caches", "speed")]
     assert phases == sorted(set(phases))
     assert phases[-1] < 0.95
-    windows = max(one.share for one in told if one.step == "windows of caches")
-    assert windows < min(one.share for one in told if one.step == "planted keys")
+    windows = max(
+        progress_report.share
+        for progress_report in reports
+        if progress_report.step == "windows of caches"
+    )
+    assert windows < min(
+        progress_report.share
+        for progress_report in reports
+        if progress_report.step == "planted keys"
+    )
 
 
 @pytest.mark.parametrize(

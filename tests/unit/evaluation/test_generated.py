@@ -48,18 +48,18 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
         for text in ASKED.texts:
             ids = torch.tensor([tokenizer.encode(text)])
             wholes = []
-            for one in (reference, model):
+            for current_model in (reference, model):
                 whole = ids
                 for _ in range(12):
-                    token = one(whole).logits[:, -1].argmax(-1)
+                    token = current_model(whole).logits[:, -1].argmax(-1)
                     whole = torch.cat([whole, token[:, None]], 1)
                     if token == 1:  # the end of a text
                         break
                 wholes.append(whole)
             whole = wholes[0]
             ours, theirs = (
-                one(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
-                for one in (model, reference)
+                current_model(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+                for current_model in (model, reference)
             )
             means.append((theirs.exp() * (theirs - ours)).sum(-1).mean().item())
             answers = [item[0, ids.shape[1] :].tolist() for item in wholes]
@@ -67,11 +67,11 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
                 next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), None)
             )
             texts.append(tokenizer.tokenizer.decode(answers[1]))
-    found = row["generated"]
-    assert found["kl_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
-    assert [answer["text"] for answer in found["answers"]] == texts
-    assert [answer["diverges_at"] for answer in found["answers"]] == first
-    assert found["diverged_answers"] == sum(point is not None for point in first) > 0
+    generated = row["generated"]
+    assert generated["kl_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
+    assert [answer["text"] for answer in generated["answers"]] == texts
+    assert [answer["diverges_at"] for answer in generated["answers"]] == first
+    assert generated["diverged_answers"] == sum(point is not None for point in first) > 0
 
 
 def test_summary_of_answers_that_diverge_or_end_early():
@@ -80,14 +80,14 @@ def test_summary_of_answers_that_diverge_or_end_early():
     assert first_difference((1, 2, 3), (1, 2)) == 2
     assert first_difference((1, 2), (1, 2, 3)) == 2
     kl, agrees = torch.tensor([0.2, 0.4]).double(), torch.tensor([True, True, False, True])
-    found = summarize_answers(
+    result = summarize_answers(
         [(1, 2), (3, 4)], [Answer((1, 2), "a", True), Answer((3, 5, 6, 7), "b", False)], kl, agrees
     )
-    assert found["kl_mean"] == pytest.approx(0.3)
-    assert found["top1_agreement"] == 0.75
-    assert found["diverged_answers"] == 1
-    assert found["tokens_before_divergence"] == (2 + 1) / 2
-    assert found["length_ratio"] == 6 / 4
+    assert result["kl_mean"] == pytest.approx(0.3)
+    assert result["top1_agreement"] == 0.75
+    assert result["diverged_answers"] == 1
+    assert result["tokens_before_divergence"] == (2 + 1) / 2
+    assert result["length_ratio"] == 6 / 4
 
 
 def test_prompts_too_long_for_the_positions_are_refused(models):
@@ -135,8 +135,8 @@ def test_prompts_are_rendered_with_tools_and_unused_columns_noted(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     notes: list[str] = []
     source = str(tmp_path / "p.jsonl")
-    found = read_prompts(source, tmp_path, offline=True, note=notes.append)
-    assert found == ["sun: one"]
+    result = read_prompts(source, tmp_path, offline=True, note=notes.append)
+    assert result == ["sun: one"]
     assert notes == ["--generated: columns that are not used: id in p.jsonl"]
 
 
@@ -147,14 +147,14 @@ def test_block_errors_exclude_errors_of_earlier_blocks(models):
     kept = block_states(reference, window)
     assert block_errors(other, kept) == [0, 0, 0]
     other.model.layers[1].mlp.down_proj.weight.mul_(1.5)
-    found = block_errors(other, kept)
-    assert found[0] == found[2] == 0  # the third block reads what the reference's second returned
+    errors = block_errors(other, kept)
+    assert errors[0] == errors[2] == 0  # the third block reads what the reference's second returned
     with torch.inference_mode():
         states = reference(window[None], output_hidden_states=True).hidden_states
         assert torch.equal(kept.inputs[1], states[1])
         changed = other(window[None], output_hidden_states=True).hidden_states[2]
         added = states[2] - states[1]
-        assert found[1] == pytest.approx(
+        assert errors[1] == pytest.approx(
             float((changed - states[2]).norm() / added.norm()), rel=1e-5
         )
 

@@ -64,7 +64,7 @@ def row(index: int) -> dict[str, Any]:
         "tokens_before_divergence": 2.0,
         "length_ratio": 1.0,
     }
-    made = {
+    made_by = {
         "method": "rtn",
         "source": "source",
         "exported": index == 4,
@@ -74,7 +74,7 @@ def row(index: int) -> dict[str, Any]:
         "path": NAMES[index], "format": "plain" if index == 0 else "compressed-tensors", "scheme": "int4:g128:sym:bf16",
         "bits_per_weight": 4.125, "bits_per_weight_total": 5.0, "weight_bytes": 4_000_000 + 100_000 * (index % 3),
         "resident_bytes": 4_000_000, "read_bytes_per_token": 4_000_000, "kv_cache": "none",
-        "kernels": {"llvm-int": 0.75, "dense": 0.25}, "made_by": made if index else None,
+        "kernels": {"llvm-int": 0.75, "dense": 0.25}, "made_by": made_by if index else None,
         "events": [{"kind": "substitution", "where": "lm_head", "detail": "kept"}] if index == 2 else [],
         "perplexity": 10.0 + index, "perplexity_se": 0.5, "nll": 2.3,
         **(compared if index else dict.fromkeys(compared)),
@@ -136,30 +136,33 @@ def test_the_report_page_has_all_sections_and_no_external_resources(page):
         "KL divergence of a token", "Relative error of each block", ">Perplexity<", "Time to the first token",
         "Tokens per second", "Memory (MB)", "a_task: acc", "The same prompts", "Make it again", "All figures",
     ]  # fmt: skip
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)
+    positions = [text.index(part) for part in order]
+    assert positions == sorted(positions)
     assert "://" not in text
     assert len(text.encode()) < 1.5e6
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
 
 
 def test_the_report_command_names_a_text_given_by_the_user(evaluation):
-    for found in (True, False):
+    for text_found in (True, False):
         named = replace(evaluation.protocol, text="evaluation.txt (SHA-256 ab)")
-        options = replace(evaluation.options, text_found=found)
+        options = replace(evaluation.options, text_found=text_found)
         text = unescape(render(replace(evaluation, protocol=named, options=options), "html"))
-        assert ("--text evaluation.txt " in text) != found
+        assert ("--text evaluation.txt " in text) != text_found
 
 
 def test_unsteady_speeds_are_marked_and_explained(evaluation):
     fast = {**evaluation.rows[4], "decode_tokens_per_second": 4321.0, "tpot_spread": 20.0}
-    found = replace(evaluation, rows=(*evaluation.rows[:4], fast))
-    for kind, places in (("html", 3), ("markdown", 2)):  # the verdict, its card, the table
-        assert render(found, kind).count("~4320") == places
+    unsteady_evaluation = replace(evaluation, rows=(*evaluation.rows[:4], fast))
+    for kind, count in (("html", 3), ("markdown", 2)):  # the verdict, its card, the table
+        assert render(unsteady_evaluation, kind).count("~4320") == count
         assert "~1" not in render(evaluation, kind)
     assert sort_key("~48.2") == "48.2"
-    unsteady = notes(found, ())[-1]
-    assert f"~: unsteady, as on a machine with other work: {found.verdict.names[4]};" in unsteady
+    unsteady = notes(unsteady_evaluation, ())[-1]
+    assert (
+        f"~: unsteady, as on a machine with other work: {unsteady_evaluation.verdict.names[4]};"
+        in unsteady
+    )
     assert unsteady.endswith(
         "the threads got 99% or more of the processor time that they asked for"
     )
@@ -217,12 +220,12 @@ def test_every_chart_axis_has_three_distinct_labels(base, ratio):
     """Of figures on logarithmic axes, and of the sizes beside them; what covers another is not drawn."""
     values = [base, base * ratio**0.4, base * ratio]
     drawn = [
-        series_chart("t", "n", "w", {f"m{at}": {"1": one / 1e5} for at, one in enumerate(values)}),
+        series_chart("t", "n", "w", {f"m{at}": {"1": item / 1e5} for at, item in enumerate(values)}),
         quantile_chart("t", "n", {
-            f"m{at}": dict.fromkeys(map(str, QUANTILES), one / 1e12) for at, one in enumerate(values)
+            f"m{at}": dict.fromkeys(map(str, QUANTILES), item / 1e12) for at, item in enumerate(values)
         }),
         front_chart(
-            [{"weight_bytes": one, "kl_mean": one / 1e12, "kl_se": one / 1e14} for one in values],
+            [{"weight_bytes": item, "kl_mean": item / 1e12, "kl_se": item / 1e14} for item in values],
             Verdict(("a name that is long, of a model", "b", "c"), (0,), (), ()),
         ),
     ]  # fmt: skip
@@ -239,15 +242,15 @@ def test_every_chart_axis_has_three_distinct_labels(base, ratio):
 
 
 def test_a_missing_block_error_is_a_dash_in_the_table(evaluation):
-    one = {**evaluation.rows[1], "block_errors": [0.25, None, 0.5]}
-    found = replace(evaluation, rows=(evaluation.rows[0], one))
-    text = render(found, "html")
+    changed_row = {**evaluation.rows[1], "block_errors": [0.25, None, 0.5]}
+    changed = replace(evaluation, rows=(evaluation.rows[0], changed_row))
+    text = render(changed, "html")
     assert "most in block 2, 0.5" in text
     table = text.partition("Error of each block</caption>")[2].partition("</table>")[0]
     cells = re.findall(r"<td[^>]*>([^<]*)<", table)
     assert [cell.strip() for cell in cells] == ["0.250", ABSENT, "0.500"]
     schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
-    jsonschema.validate(json.loads(render(found, "json")), schema)
+    jsonschema.validate(json.loads(render(changed, "json")), schema)
 
 
 def test_the_report_lists_commands_that_reproduce_it(page):
@@ -275,11 +278,11 @@ def test_the_evaluation_document_follows_its_published_schema(evaluation):
 
 
 def test_plot_labels_do_not_overlap():
-    for wanted in ([5, 5, 5], [100, 101, 102, 300], [290, 291, 299], [6, 150, 294]):
-        places = spread_labels(wanted, LABEL_SPACING, 6, 294)
-        assert all(later - first >= LABEL_SPACING for first, later in pairwise(places))
-        assert places[0] >= 6
-        assert places[-1] <= 294
+    for wanted_positions in ([5, 5, 5], [100, 101, 102, 300], [290, 291, 299], [6, 150, 294]):
+        positions = spread_labels(wanted_positions, LABEL_SPACING, 6, 294)
+        assert all(later - first >= LABEL_SPACING for first, later in pairwise(positions))
+        assert positions[0] >= 6
+        assert positions[-1] <= 294
     assert shorten("demo-gptq-int4-g64", 11) == "demo-…4-g64"
     assert shorten("demo", 11) == "demo"
 
@@ -306,8 +309,8 @@ def running():
     pytest.importorskip("playwright")
     if chromium() is None:
         pytest.skip("no Chromium on this machine")
-    with browser() as found:
-        yield found
+    with browser() as running_browser:
+        yield running_browser
 
 
 TOUCHING = """() => [...document.querySelectorAll("figure svg")].flatMap(svg => {

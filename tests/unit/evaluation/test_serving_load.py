@@ -29,25 +29,27 @@ TEXT = list(range(50))
 
 def test_the_same_seed_draws_the_same_requests():
     options = RequestStream(20, rate=5, shared=8, share=0.5, seed=3)
-    one, two = options.draw(TEXT), options.draw(TEXT)
-    assert one == two
-    assert one != RequestStream(20, rate=5, shared=8, share=0.5, seed=4).draw(TEXT)
-    assert [item.arrival for item in one] == sorted(item.arrival for item in one)
-    assert all(16 <= item.new_tokens <= 64 for item in one)
+    first, two = options.draw(TEXT), options.draw(TEXT)
+    assert first == two
+    assert first != RequestStream(20, rate=5, shared=8, share=0.5, seed=4).draw(TEXT)
+    assert [item.arrival for item in first] == sorted(item.arrival for item in first)
+    assert all(16 <= item.new_tokens <= 64 for item in first)
 
 
 def test_arrivals_have_the_requested_rate():
-    found = RequestStream(4000, rate=20, seed=1).draw(TEXT)
-    assert 3999 / found[-1].arrival == pytest.approx(20, rel=0.05)
+    requests = RequestStream(4000, rate=20, seed=1).draw(TEXT)
+    assert 3999 / requests[-1].arrival == pytest.approx(20, rel=0.05)
 
 
 def test_a_share_of_prompts_has_the_shared_prefix():
-    found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).draw(TEXT)
-    long = [one for one in found if len(one.prompt_ids) == 22]
-    assert len(long) + sum(len(one.prompt_ids) == 12 for one in found) == 1000
+    requests = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).draw(
+        TEXT
+    )
+    long = [item for item in requests if len(item.prompt_ids) == 22]
+    assert len(long) + sum(len(item.prompt_ids) == 12 for item in requests) == 1000
     assert 0.25 < len(long) / 1000 < 0.35
-    assert len({one.prompt_ids[:10] for one in long}) == 1
-    assert len({one.prompt_ids[10:] for one in long}) > 1
+    assert len({item.prompt_ids[:10] for item in long}) == 1
+    assert len({item.prompt_ids[10:] for item in long}) > 1
 
 
 @pytest.mark.parametrize(
@@ -84,8 +86,8 @@ def test_a_trace_is_sorted_by_arrival(tmp_path):
     path.write_text(
         '{"at": 2, "prompt_tokens": 3, "new_tokens": 4}\n\n{"at": 0.5, "prompt_tokens": 60, "new_tokens": 1}\n'
     )
-    found = read_trace(path, TEXT)
-    assert [(one.arrival, len(one.prompt_ids), one.new_tokens) for one in found] == [
+    requests = read_trace(path, TEXT)
+    assert [(item.arrival, len(item.prompt_ids), item.new_tokens) for item in requests] == [
         (0.5, 60, 1),
         (2.0, 3, 4),
     ]
@@ -98,52 +100,57 @@ def test_load_figures_equal_values_computed_by_hand():
         ServedRequest(1.0, 5, [], "status 500"),
         ServedRequest(2.0, 30, [4.0, 5.0]),
     ]
-    found = summarize(served, Slo(ttft=1.5, tpot=0.6), price_per_hour=3.6)
-    assert (found.requests, found.failed, found.seconds, found.new_tokens) == (4, 1, 5.0, 6)
-    assert found.prompt_tokens == 60
-    assert found.ttft == {50: 1.0, 90: 2.0, 99: 2.0}
-    assert found.tpot == {50: 0.5, 90: 1.0, 99: 1.0}
-    assert found.end_to_end[50] == 2.0
-    assert found.tokens_per_second == 6 / 5
-    assert found.requests_per_second == 3 / 5
-    assert found.goodput == 2 / 5  # the third waited too long for its first token
-    assert found.slo_attainment == 2 / 4
-    assert found.cost == pytest.approx(3.6 / (1.2 * 3600) * 1e6)
-    assert found.errors == {"status 500": 1}
+    figures = summarize(served, Slo(ttft=1.5, tpot=0.6), price_per_hour=3.6)
+    assert (figures.requests, figures.failed, figures.seconds, figures.new_tokens) == (4, 1, 5.0, 6)
+    assert figures.prompt_tokens == 60
+    assert figures.ttft == {50: 1.0, 90: 2.0, 99: 2.0}
+    assert figures.tpot == {50: 0.5, 90: 1.0, 99: 1.0}
+    assert figures.end_to_end[50] == 2.0
+    assert figures.tokens_per_second == 6 / 5
+    assert figures.requests_per_second == 3 / 5
+    assert figures.goodput == 2 / 5  # the third waited too long for its first token
+    assert figures.slo_attainment == 2 / 4
+    assert figures.cost == pytest.approx(3.6 / (1.2 * 3600) * 1e6)
+    assert figures.errors == {"status 500": 1}
 
 
 def test_cost_per_million_tokens_equals_a_published_example():
     """2 an hour at 2000 tokens a second are 0.28 for a million."""
-    found = summarize([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
-    assert found.cost == pytest.approx(0.2778, abs=1e-4)
+    figures = summarize([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
+    assert figures.cost == pytest.approx(0.2778, abs=1e-4)
 
 
 def test_load_figures_without_any_token():
-    found = summarize([ServedRequest(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
-    assert (found.tokens_per_second, found.goodput, found.cost, found.failed) == (0.0, 0.0, None, 1)
+    figures = summarize([ServedRequest(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
+    assert (figures.tokens_per_second, figures.goodput, figures.cost, figures.failed) == (
+        0.0,
+        0.0,
+        None,
+        1,
+    )
 
 
 @given(st.lists(st.floats(0, 10), max_size=8), st.integers(0, 40))
 def test_token_times_cover_every_token(pieces, tokens):
-    found = spread_over_tokens(sorted(pieces), tokens)
-    assert len(found) == (max(tokens, len(pieces)) if pieces else 0)
-    assert set(found) == set(pieces)
-    assert found == sorted(found)
+    times = spread_over_tokens(sorted(pieces), tokens)
+    assert len(times) == (max(tokens, len(pieces)) if pieces else 0)
+    assert set(times) == set(pieces)
+    assert times == sorted(times)
 
 
 def test_a_request_stream_is_served_in_process():
-    requests = [TimedRequest(0.02 * place, (1, 2, place), 3 + place % 4) for place in range(12)]
-    told = []
+    requests = [TimedRequest(0.02 * index, (1, 2, index), 3 + index % 4) for index in range(12)]
+    progress = []
     run = serve_in_process(
-        FakeDecoder(), requests, EngineOptions(rows=4, token_budget=16), told.append
+        FakeDecoder(), requests, EngineOptions(rows=4, token_budget=16), progress.append
     )
-    assert [len(one.token_times) for one in run.served] == [one.new_tokens for one in requests]
+    assert [len(item.token_times) for item in run.served] == [item.new_tokens for item in requests]
     assert all(
-        one.token_times[0] >= one.arrival and one.token_times == sorted(one.token_times)
-        for one in run.served
+        item.token_times[0] >= item.arrival and item.token_times == sorted(item.token_times)
+        for item in run.served
     )
-    assert told == list(range(1, 13))
-    assert run.counters.new_tokens == sum(one.new_tokens for one in requests)
+    assert progress == list(range(1, 13))
+    assert run.counters.new_tokens == sum(item.new_tokens for item in requests)
     assert 0 < run.unused_cache_fraction < 1
 
 
@@ -219,13 +226,13 @@ class Server:
 @pytest.mark.parametrize("piece", [1, 3])
 def test_a_request_stream_is_sent_to_a_server(piece):
     pytest.importorskip("aiohttp")
-    requests = [TimedRequest(0.01 * place, (1, 2, place), 5) for place in range(8)]
+    requests = [TimedRequest(0.01 * index, (1, 2, index), 5) for index in range(8)]
     server = Server(fail={3}, piece=piece)  # the first is the one that warms up
     with server as url:
         served = send_to_server(url, "", requests)
-    assert sum(bool(one.error) for one in served) == 1
-    assert "503" in next(one.error for one in served if one.error)
-    assert [len(one.token_times) for one in served if not one.error] == [5] * 7
+    assert sum(bool(item.error) for item in served) == 1
+    assert "503" in next(item.error for item in served if item.error)
+    assert [len(item.token_times) for item in served if not item.error] == [5] * 7
     assert {body["model"] for body in server.bodies} == {"fake"}
     assert [body["prompt"][1] for body in server.bodies] == [2] * 9
 
@@ -246,28 +253,28 @@ def test_a_closed_keep_alive_connection_is_reopened():
     pytest.importorskip("aiohttp")
     with Server(once=True) as url:
         served = send_to_server(
-            url, "", [TimedRequest(0.1 * place, (1, 2), 5) for place in range(3)]
+            url, "", [TimedRequest(0.1 * index, (1, 2), 5) for index in range(3)]
         )
-    assert [(one.error, len(one.token_times)) for one in served] == [("", 5)] * 3
+    assert [(item.error, len(item.token_times)) for item in served] == [("", 5)] * 3
 
 
 def test_unreachable_or_unsuitable_servers_are_refused():
     pytest.importorskip("aiohttp")
-    one = [TimedRequest(0.0, (1,), 1)]
+    requests = [TimedRequest(0.0, (1,), 1)]
     with pytest.raises(UsageError):
-        send_to_server("127.0.0.1:8000", "", one)
+        send_to_server("127.0.0.1:8000", "", requests)
     with pytest.raises(InputError, match=r"^nothing listens at http://127\.0\.0\.1:9$"):
-        send_to_server("http://127.0.0.1:9", "", one)
+        send_to_server("http://127.0.0.1:9", "", requests)
     with Server() as url, pytest.raises(InputError, match="lists no models as OpenAI") as refused:
-        send_to_server(url.removesuffix("/v1"), "", one)
+        send_to_server(url.removesuffix("/v1"), "", requests)
     assert refused.value.hint == f"--url {url}"
     with Server(other=True) as url, pytest.raises(InputError, match="lists no models") as refused:
-        send_to_server(url, "", one)
+        send_to_server(url, "", requests)
     assert refused.value.hint == "the address of a server up to /v1"
     with Server(fail={1}, closes=True) as url:
-        (waited,) = send_to_server(url, "", one)
+        (waited,) = send_to_server(url, "", requests)
     assert waited.error == f"{url} closed the connection"
     with Server() as url, pytest.raises(InputError, match="fake"):
-        send_to_server(url, "other", one)
+        send_to_server(url, "other", requests)
     with Server(fail={0}) as url, pytest.raises(InputError, match="503"):
-        send_to_server(url, "", one)
+        send_to_server(url, "", requests)

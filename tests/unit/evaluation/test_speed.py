@@ -77,14 +77,14 @@ def test_read_bandwidth_is_plausible(monkeypatch):
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_time_and_memory_use_the_named_gpu(name, monkeypatch):
-    asked = []
+    devices = []
     for function in (
         "synchronize",
         "reset_peak_memory_stats",
         "memory_allocated",
         "max_memory_allocated",
     ):
-        monkeypatch.setattr(torch.cuda, function, lambda device: asked.append(device) or 0)
+        monkeypatch.setattr(torch.cuda, function, lambda device: devices.append(device) or 0)
     with PeakMemory(name):
         speed._time(int, torch.device(name))
-    assert asked == 4 * [torch.device(name)]
+    assert devices == 4 * [torch.device(name)]

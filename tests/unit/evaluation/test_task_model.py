@@ -51,11 +51,11 @@ def by_hand(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_continuation_scores_equal_summed_token_likelihoods(made, family):
     answers = made(family)
-    found = answers.score_continuations(PAIRS)
-    for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
+    scores = answers.score_continuations(PAIRS)
+    for (context, continuation), (value, greedy) in zip(PAIRS, scores, strict=True):
         scored = answers.encode_pair(context, continuation)
-        wanted, best = by_hand(answers, list(scored.ids), scored.count)
-        assert value == pytest.approx(wanted, abs=1e-4)
+        expected, best = by_hand(answers, list(scored.ids), scored.count)
+        assert value == pytest.approx(expected, abs=1e-4)
         assert greedy == best
 
 
@@ -74,10 +74,10 @@ def test_an_empty_continuation_has_likelihood_one(made, family):
 def test_generated_tokens_are_scored_as_greedy(made):
     answers, seen = made(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
-        said = answers.generate(context, GenerationArguments(new_tokens=1))
-        whole = answers._tokenizer.encode(context + said)
+        generated = answers.generate(context, GenerationArguments(new_tokens=1))
+        whole = answers._tokenizer.encode(context + generated)
         if len(whole) == len(answers._tokenizer.encode(context)) + 1:  # it is one token again
-            assert answers.score_continuations([(context, said)])[0][1]
+            assert answers.score_continuations([(context, generated)])[0][1]
             seen += 1
     assert seen
 
@@ -124,13 +124,13 @@ def test_a_text_score_is_the_sum_of_its_windows(made):
     ids = answers._tokenizer.encode(text)
     parts = disjoint_windows(ids, answers._start_token, 16)
     assert len(parts) > 2
-    wanted = sum(by_hand(answers, list(part.ids), part.count)[0] for part in parts)
-    assert answers.score_texts([text, ""]) == [pytest.approx(wanted, abs=1e-3), 0]
+    expected = sum(by_hand(answers, list(part.ids), part.count)[0] for part in parts)
+    assert answers.score_texts([text, ""]) == [pytest.approx(expected, abs=1e-3), 0]
 
 
 def test_batches_are_of_similar_lengths():
-    found = list(batch_by_length([3, 10, 1, 9, 30, 5], 20))
-    assert found == [[4], [1, 3], [5, 0, 2]]
+    result = list(batch_by_length([3, 10, 1, 9, 30, 5], 20))
+    assert result == [[4], [1, 3], [5, 0, 2]]
 
 
 @pytest.mark.tokens
@@ -140,11 +140,11 @@ def test_generation_equals_greedy_transformers_and_stops(made, family):
     context, tokenizer = "the weights of the", answers._tokenizer
     ids = answers._prefix + tokenizer.encode(context)
     model = answers._model
-    wanted = model.generate(
+    expected = model.generate(
         torch.tensor([ids]), do_sample=False, max_new_tokens=8, pad_token_id=0,
         eos_token_id=tokenizer.eos_id,
     )  # fmt: skip
-    text = tokenizer.tokenizer.decode(wanted[0, len(ids) :].tolist())
+    text = tokenizer.tokenizer.decode(expected[0, len(ids) :].tolist())
     assert answers.generate(context, GenerationArguments(new_tokens=8)) == text
     if len(text) > 3:
         stop = text[2:4]

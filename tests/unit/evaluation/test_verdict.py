@@ -33,8 +33,8 @@ def test_the_pareto_front_holds_undominated_models():
 
 
 def test_a_verdict_names_the_rival_of_equal_size():
-    said = judge([REFERENCE, row("rtn", kl=0.0183), row("gptq", kl=0.0063)]).sentences
-    assert said[0] == "gptq: KL 0.00630, 2.90 times less than rtn in the same bytes"
+    sentences = judge([REFERENCE, row("rtn", kl=0.0183), row("gptq", kl=0.0063)]).sentences
+    assert sentences[0] == "gptq: KL 0.00630, 2.90 times less than rtn in the same bytes"
 
 
 def test_a_verdict_states_fewer_bytes_and_skips_larger_rivals():
@@ -46,8 +46,8 @@ def test_a_verdict_states_fewer_bytes_and_skips_larger_rivals():
 
 def test_a_lossless_model_is_credited_with_its_saved_bytes():
     rows = [REFERENCE, row("exact", 4_000_000, 0.0), row("rtn", 4_400_000, 0.0183)]
-    said = "exact: KL 0 in 9% fewer bytes than rtn, which has KL 0.0183"
-    assert judge(rows).sentences[0] == said
+    sentence = "exact: KL 0 in 9% fewer bytes than rtn, which has KL 0.0183"
+    assert judge(rows).sentences[0] == sentence
     rows[2] = row("rtn", 4_000_000, 0.0183)
     assert judge(rows).sentences[0] == "exact: KL 0 in the same bytes as rtn, which has KL 0.0183"
 
@@ -62,7 +62,7 @@ def test_differences_within_the_error_are_not_claimed():
 
 def test_winners_by_size_quality_and_speed():
     rows = [REFERENCE, row("q8", 6_000_000, 0.0001, 700.0), row("q4", 2_000_000, 0.0063, 3000.0)]
-    assert [(one.aspect, one.row, one.model, one.figure) for one in judge(rows).winners] == [
+    assert [(item.aspect, item.row, item.model, item.figure) for item in judge(rows).winners] == [
         ("size", 2, "q4", "weights 2.00 MB, 4.00 times smaller than wren"),
         ("quality", 1, "q8", "KL 0.000100, weights 6.00 MB"),
         ("speed", 2, "q4", "3000 tokens/s, 3.00 times faster than wren"),
@@ -82,9 +82,9 @@ def test_winners_by_size_quality_and_speed():
     ],
 )
 def test_nothing_to_compare_is_no_error(rows):
-    found = judge(rows)
-    assert len(found.winners) == (2 if len(rows) > 1 else 0)
-    assert not any("nan" in text or "inf" in text for text in found.sentences)
+    verdict = judge(rows)
+    assert len(verdict.winners) == (2 if len(rows) > 1 else 0)
+    assert not any("nan" in text or "inf" in text for text in verdict.sentences)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_speeds_within_the_spread_are_a_tie():
         row("b", 4_000_000, 0.01, 3280.0, tpot_spread=0.01),
         row("c", 4_000_000, 0.03, 2700.0, tpot_spread=0.01),
     ]
-    said = judge(rows).sentences[-1]
-    assert said == "fastest: a (3330 tokens/s, 3.33 times faster than wren; not told apart: b)"
+    sentence = judge(rows).sentences[-1]
+    assert sentence == "fastest: a (3330 tokens/s, 3.33 times faster than wren; not told apart: b)"
     rows[3]["tpot_spread"] = 0.3
     assert judge(rows).sentences[-1].endswith("; not told apart: b, c)")
     rows[0]["decode_tokens_per_second"] = 3300.0
-    said = judge(rows).sentences[-1]
-    assert said == "fastest: a (3330 tokens/s; not told apart: wren, b, c)"
+    sentence = judge(rows).sentences[-1]
+    assert sentence == "fastest: a (3330 tokens/s; not told apart: wren, b, c)"
 
 
 def test_disturbed_speed_measurements_are_not_compared(monkeypatch):
@@ -142,13 +142,13 @@ def test_disturbed_speed_measurements_are_not_compared(monkeypatch):
     assert judge(rows).sentences[-2] == "fastest: b (2000 tokens/s)"
     rows[2]["processor_share"] = 0.6
     verdict = judge(rows)
-    assert [one.aspect for one in verdict.winners] == ["size", "quality"]
+    assert [entry.aspect for entry in verdict.winners] == ["size", "quality"]
     assert verdict.sentences[-1] == f"speeds are not compared: {why}"
-    assert [format_speed(one) for one in rows] == ["~1000", "~3330", "~2000"]
+    assert [format_speed(entry) for entry in rows] == ["~1000", "~3330", "~2000"]
     (tokens,) = [
-        one
-        for one in speed_columns([TIMED | one for one in rows], verdict)
-        if one.header == "tokens/s"
+        entry
+        for entry in speed_columns([TIMED | entry for entry in rows], verdict)
+        if entry.header == "tokens/s"
     ]
     assert tokens.best == frozenset()
     assert tokens.cells == ("~1000", "~3330", "~2000")

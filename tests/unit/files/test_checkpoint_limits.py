@@ -56,10 +56,12 @@ def test_limits_of_name_length_and_rank(path: Path) -> None:
     assert "at most 64 sizes" in header_refused(path)
 
 
-@pytest.mark.parametrize(("size", "told"), [(80, ""), (81, " (81 bytes)")])
-def test_bad_tensor_names_are_shown_up_to_80_characters(path: Path, size: int, told: str) -> None:
+@pytest.mark.parametrize(("size", "length_note"), [(80, ""), (81, " (81 bytes)")])
+def test_bad_tensor_names_are_shown_up_to_80_characters(
+    path: Path, size: int, length_note: str
+) -> None:
     path.write_bytes(file(one("\n" + "n" * (size - 1)), b"1234"))
-    assert rf"tensor name '\n{'n' * 79}'{told}: expected" in header_refused(path)
+    assert rf"tensor name '\n{'n' * 79}'{length_note}: expected" in header_refused(path)
 
 
 def test_entry_equality_ignores_the_file_stamp(path: Path) -> None:
@@ -75,25 +77,25 @@ def test_entry_equality_ignores_the_file_stamp(path: Path) -> None:
 def test_tensors_with_one_or_no_rows_are_read(path: Path) -> None:
     tensors = {"one": torch.arange(6.0).reshape(1, 2, 3), "none": torch.empty(0, 3)}
     save_file(tensors, path)
-    found = read_header(path)
-    assert torch.equal(read_rows(found["one"], 0, 1), tensors["one"])
-    assert read_rows(found["one"], 1, 1).shape == (0, 2, 3)
-    assert read_rows(found["none"], 0, 0).shape == (0, 3)
+    entries = read_header(path)
+    assert torch.equal(read_rows(entries["one"], 0, 1), tensors["one"])
+    assert read_rows(entries["one"], 1, 1).shape == (0, 2, 3)
+    assert read_rows(entries["none"], 0, 0).shape == (0, 3)
 
 
 def test_short_preads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, preadv = torch.arange(16, dtype=torch.uint8), os.preadv
     save_file({"w": tensor}, path)
     found = read_header(path)["w"]
-    asked = []
+    reads = []
 
     def less(descriptor: int, views: list[memoryview], at: int) -> int:
-        asked.append((at - found.start, len(views[0])))
+        reads.append((at - found.start, len(views[0])))
         return preadv(descriptor, [views[0][: len(views[0]) // 2 + 1]], at)
 
     monkeypatch.setattr(os, "preadv", less)
     assert torch.equal(read_tensor(found), tensor)
-    assert asked == [(0, 16), (9, 7), (13, 3), (15, 1)]
+    assert reads == [(0, 16), (9, 7), (13, 3), (15, 1)]
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -146,8 +148,8 @@ def test_a_duplicate_json_key_is_named() -> None:
 )
 def test_at_most_20_index_errors_are_listed(tmp_path: Path, count: int, end: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(file('{"a":' + entry() + "}", b"1234"))
-    places = dict.fromkeys(["a", *(f"t{n}" for n in range(count))], "a.safetensors")
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+    weight_map = dict.fromkeys(["a", *(f"t{n}" for n in range(count))], "a.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InputError) as caught:
         read_weights(tmp_path, [INDEX_FILE, "a.safetensors"])
     message = caught.value.message.replace(" a.safetensors, where the index puts it", "")

@@ -150,9 +150,9 @@ def test_write_permission_is_checked_before_the_work(
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
-    for place in (file, tmp_path / "new"):
+    for output in (file, tmp_path / "new"):
         with pytest.raises(InputError, match=f"no permission to write to {tmp_path}"):
-            disk.check_new_file(place, "--report", overwrite=True)
+            disk.check_new_file(output, "--report", overwrite=True)
     disk.check_new_file(file, overwrite=True, appends=True)
     with pytest.raises(InputError, match="cannot be written"):
         disk.check_new_file(tmp_path / "new", "--log", appends=True)
@@ -180,11 +180,11 @@ def test_unwritable_output_paths_are_refused_before_the_work(tmp_path: Path) -> 
 
 def test_free_bytes_equal_the_free_space_of_the_file_system(tmp_path: Path) -> None:
     known = shutil.disk_usage(tmp_path).free
-    for place in (tmp_path, tmp_path / "a/b/c"):
-        assert abs(free_bytes(place) - known) < known / 10
+    for path in (tmp_path, tmp_path / "a/b/c"):
+        assert abs(free_bytes(path) - known) < known / 10
     assert free_bytes(Path("/proc/self")) == 0
-    for place in (tmp_path, tmp_path / "file"):
-        assert f" in {tmp_path} (" in no_space_error(place, 5, "full").hint
+    for path in (tmp_path, tmp_path / "file"):
+        assert f" in {tmp_path} (" in no_space_error(path, 5, "full").hint
 
 
 # ---- earlier results
@@ -228,29 +228,33 @@ def test_a_signature_is_own_only_with_the_manifest_digest(
     )
     listed(tmp_path, "a")
     digest = hashlib.sha256((tmp_path / MANIFEST).read_bytes()).hexdigest()
-    for said, own in (({MANIFEST: digest}, True), ({MANIFEST: "0" * 64}, False), ({}, False)):
-        (tmp_path / DIRECTORY_SIGNATURE).write_text(json.dumps(said))
+    for signed_digests, own in (
+        ({MANIFEST: digest}, True),
+        ({MANIFEST: "0" * 64}, False),
+        ({}, False),
+    ):
+        (tmp_path / DIRECTORY_SIGNATURE).write_text(json.dumps(signed_digests))
         assert (DIRECTORY_SIGNATURE in found(tmp_path)) == own
 
 
 def test_overwriting_is_refused_without_a_valid_manifest(tmp_path: Path) -> None:
-    place = tmp_path / MANIFEST
+    manifest_path = tmp_path / MANIFEST
     listed(tmp_path, "a")
-    good = place.read_text()
+    good = manifest_path.read_text()
     (tmp_path / "copy").write_text(good)
-    place.unlink()
+    manifest_path.unlink()
     for make_it in (
         lambda: None,
-        place.mkdir,
-        lambda: place.symlink_to("copy"),
-        lambda: os.mkfifo(place),
+        manifest_path.mkdir,
+        lambda: manifest_path.symlink_to("copy"),
+        lambda: os.mkfifo(manifest_path),
     ):
         make_it()
         with pytest.raises(RefusedError, match=f"{MANIFEST}: no regular file"):
             found(tmp_path)
-        if place.is_dir():
-            place.rmdir()
-        place.unlink(missing_ok=True)
+        if manifest_path.is_dir():
+            manifest_path.rmdir()
+        manifest_path.unlink(missing_ok=True)
     for changes in ({"schema": "other/1"}, {"schema": None}, {"outputs": None}, {"outputs": []}):
         listed(tmp_path, "a", **changes)
         with pytest.raises(RefusedError, match="no manifest that lists"):
@@ -354,14 +358,14 @@ def test_leftovers_of_a_kill_after_the_exchange_are_removed(
 
 def test_a_held_empty_lock_is_reported_as_busy(tmp_path: Path) -> None:
     """Its holder has emptied it, and its name is not there yet."""
-    place = tmp_path / ".out.qf"
-    place.mkdir()
-    with (place / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    lock_directory = tmp_path / ".out.qf"
+    lock_directory.mkdir()
+    with (lock_directory / "lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         with pytest.raises(BusyError, match=r"process 0 on \?, started \?"):
             Stage(tmp_path / "out", overwrite=False).__enter__()
     for number in ("1", None, 1.5, True):
-        (place / "lock").write_text(json.dumps({"publishing": number}))
+        (lock_directory / "lock").write_text(json.dumps({"publishing": number}))
         with pytest.raises(RefusedError, match="no lock"):
             Stage(tmp_path / "out", overwrite=False).__enter__()
 
@@ -383,17 +387,17 @@ def test_files_are_renamed_in_reverse_order_of_opening(tmp_path: Path) -> None:
     """Beside the weights, the weights, of numbered ones the first at the end, and the manifest."""
     for names in (("m.gguf",), tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))):
         named = []
-        place = tmp_path / str(len(names))
-        place.mkdir()
+        directory = tmp_path / str(len(names))
+        directory.mkdir()
 
         def rename(
-            source: Path, target: Path, place: Path = place, named: list[str] = named
+            source: Path, target: Path, directory: Path = directory, named: list[str] = named
         ) -> None:
             source.rename(target)
-            if target.parent == place:
+            if target.parent == directory:
                 named.append(target.name)
 
-        with FileStage(place / "m.gguf", False, disk=replace(FAST, rename=rename)) as stage:
+        with FileStage(directory / "m.gguf", False, disk=replace(FAST, rename=rename)) as stage:
             for name in (*names, "m.Modelfile"):
                 stage.write_file(name, b"new")
             stage.write_file(stage.manifest, manifest_of(stage, "new"))

@@ -39,9 +39,9 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["org/name", "org/name@main", "org/name@v1", f"org/name@{COMMIT}"])
 def test_a_cached_model_is_found_and_opened(cache: Path, name: str) -> None:
-    found = resolve_model(name, offline=True, cache_dir=cache)
-    assert found.name == COMMIT
-    checkpoint = open_checkpoint(found)
+    model_path = resolve_model(name, offline=True, cache_dir=cache)
+    assert model_path.name == COMMIT
+    checkpoint = open_checkpoint(model_path)
     assert list(checkpoint.entries) == ["w"]
     assert [path.name for path in checkpoint.side_files] == ["LICENSE"]
 

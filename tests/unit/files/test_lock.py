@@ -20,34 +20,34 @@ from quantforge.files.lock import LOCK_FILE, Lock
 from quantforge_files import system
 
 
-def contend(directory: Path, end: float, told: Any) -> None:
-    found: Counter[str] = Counter()
+def contend(directory: Path, end: float, results: Any) -> None:
+    outcomes: Counter[str] = Counter()
     while time.monotonic() < end:
         lock = Lock(directory)
         try:
             lock.acquire()
             lock.release()
-            found["taken"] += 1
+            outcomes["taken"] += 1
         except BusyError:
-            found["busy"] += 1
+            outcomes["busy"] += 1
         except Exception as error:
-            found[repr(error)] += 1
-    told.put(found)
+            outcomes[repr(error)] += 1
+    results.put(outcomes)
 
 
 def test_concurrent_processes_take_the_lock_in_turns(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    told, end = context.Queue(), time.monotonic() + 1.5
+    results, end = context.Queue(), time.monotonic() + 1.5
     workers = [
-        context.Process(target=contend, args=(tmp_path / ".out.qf", end, told)) for _ in range(3)
+        context.Process(target=contend, args=(tmp_path / ".out.qf", end, results)) for _ in range(3)
     ]
     for worker in workers:
         worker.start()
-    found = sum((told.get() for _ in workers), Counter[str]())
+    outcomes = sum((results.get() for _ in workers), Counter[str]())
     for worker in workers:
         worker.join()
-    assert found["taken"] > 10
-    assert found.keys() <= {"taken", "busy"}
+    assert outcomes["taken"] > 10
+    assert outcomes.keys() <= {"taken", "busy"}
 
 
 @pytest.mark.parametrize("moment", range(12))

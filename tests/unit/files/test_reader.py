@@ -61,10 +61,10 @@ def sharded(tmp_path: Path) -> Path:
     return model
 
 
-def write_index(model: Path, **places: int | str) -> None:
+def write_index(model: Path, **shards: int | str) -> None:
     weight_map = {
         name: f"model-{where:05}-of-00002.safetensors" if isinstance(where, int) else where
-        for name, where in places.items()
+        for name, where in shards.items()
     }
     (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -78,25 +78,25 @@ def refused(model: Path) -> str:
 
 
 def test_a_single_file_model_is_opened(single: Path) -> None:
-    found = open_checkpoint(single)
-    assert found.path == single
-    assert found.config == CONFIG
-    assert list(found.entries) == ["a", "b"]
-    assert found.shards == (single / "model.safetensors",)
-    assert (found.side_files, found.card) == ((), None)
-    assert found.read("a").tolist() == [[1.0] * 3] * 2
-    assert found.read_rows("b", 1, 2).tolist() == [[0.0] * 3]
+    checkpoint = open_checkpoint(single)
+    assert checkpoint.path == single
+    assert checkpoint.config == CONFIG
+    assert list(checkpoint.entries) == ["a", "b"]
+    assert checkpoint.shards == (single / "model.safetensors",)
+    assert (checkpoint.side_files, checkpoint.card) == ((), None)
+    assert checkpoint.read("a").tolist() == [[1.0] * 3] * 2
+    assert checkpoint.read_rows("b", 1, 2).tolist() == [[0.0] * 3]
 
 
 def test_a_sharded_model_is_opened(sharded: Path) -> None:
-    found = open_checkpoint(sharded)
-    assert {name: entry.file.name for name, entry in found.entries.items()} == {
+    checkpoint = open_checkpoint(sharded)
+    assert {name: entry.file.name for name, entry in checkpoint.entries.items()} == {
         "a": "model-00001-of-00002.safetensors",
         "b": "model-00001-of-00002.safetensors",
         "c": "model-00002-of-00002.safetensors",
     }
-    assert [shard.name for shard in found.shards] == sorted(
-        {e.file.name for e in found.entries.values()}
+    assert [shard.name for shard in checkpoint.shards] == sorted(
+        {e.file.name for e in checkpoint.entries.values()}
     )
 
 
@@ -115,12 +115,12 @@ def test_opening_imports_no_torch(sharded: Path) -> None:
 
 @pytest.mark.skipif(not WREN.exists(), reason="the shared models are not here")
 def test_a_real_model_is_opened() -> None:
-    found = open_checkpoint(WREN)
-    assert found.dtype == "BF16"
-    names = [path.name for path in found.side_files]
+    checkpoint = open_checkpoint(WREN)
+    assert checkpoint.dtype == "BF16"
+    names = [path.name for path in checkpoint.side_files]
     assert names == ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-    for name in found.entries:
-        check_finite(name, found.read(name))
+    for name in checkpoint.entries:
+        check_finite(name, checkpoint.read(name))
 
 
 # --- the index, both ways -------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def test_all_index_errors_are_listed_at_once(sharded: Path) -> None:
 
 
 def test_a_long_list_of_index_errors_is_truncated(sharded: Path) -> None:
-    places = {f"t{n}": 1 for n in range(1000)}
-    write_index(sharded, a=1, b=1, c=2, **places)
+    shards = {f"t{n}": 1 for n in range(1000)}
+    write_index(sharded, a=1, b=1, c=2, **shards)
     message = refused(sharded)
     assert "and 980 more" in message
     assert len(message) < 5000
@@ -309,9 +309,11 @@ def test_side_files_and_card_are_selected(single: Path) -> None:
     for name in carried | left | {"README.md"}:
         (single / name).parent.mkdir(exist_ok=True)
         (single / name).write_text("x")
-    found = open_checkpoint(single)
-    assert [path.relative_to(single).as_posix() for path in found.side_files] == sorted(carried)
-    assert found.card == single / "README.md"
+    checkpoint = open_checkpoint(single)
+    assert [path.relative_to(single).as_posix() for path in checkpoint.side_files] == sorted(
+        carried
+    )
+    assert checkpoint.card == single / "README.md"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "LICENSE", "README.md"])
@@ -359,9 +361,9 @@ def test_links_inside_of_the_model_are_followed(single: Path) -> None:
     (single / "model.safetensors").symlink_to("data")
     (single / "LICENSE").write_text("x")
     (single / "LICENSE.txt").symlink_to("LICENSE")
-    found = open_checkpoint(single)
-    assert [path.name for path in found.side_files] == ["LICENSE", "LICENSE.txt"]
-    assert found.read("a").sum() == 6
+    checkpoint = open_checkpoint(single)
+    assert [path.name for path in checkpoint.side_files] == ["LICENSE", "LICENSE.txt"]
+    assert checkpoint.read("a").sum() == 6
 
 
 def test_a_hub_snapshot_links_to_its_blobs_and_to_no_others(single: Path) -> None:
@@ -375,10 +377,10 @@ def test_a_hub_snapshot_links_to_its_blobs_and_to_no_others(single: Path) -> Non
         blob = repo / "blobs" / name.replace("/", "_")
         (single / name).rename(blob)
         (snapshot / name).symlink_to(blob)
-    found = open_checkpoint(snapshot)
-    assert found.read("a").sum() == 6
-    assert len(found.side_files) == 1
-    assert str(snapshot) in str(found.shards[0]), "messages name the file, not the blob"
+    checkpoint = open_checkpoint(snapshot)
+    assert checkpoint.read("a").sum() == 6
+    assert len(checkpoint.side_files) == 1
+    assert str(snapshot) in str(checkpoint.shards[0]), "messages name the file, not the blob"
     link = single.parent / "link"
     link.symlink_to(snapshot)
     assert open_checkpoint(link).read("a").sum() == 6
@@ -402,20 +404,20 @@ def test_paths_without_a_model_are_refused(tmp_path: Path) -> None:
 
 @each_value(
     ("dtype", ["float32", "float16", "bfloat16", "float8_e5m2"]),
-    ("place", [(0, 0), (1, 1234), (1029, 1529)]),
+    ("position", [(0, 0), (1, 1234), (1029, 1529)]),
     ("value", [float("nan"), float("inf"), float("-inf")]),
 )
 def test_non_finite_values_are_refused_with_their_position(
-    dtype: str, place: tuple[int, int], value: float
+    dtype: str, position: tuple[int, int], value: float
 ) -> None:
     weight = torch.ones(1030, 1530, dtype=getattr(torch, dtype))
     check_finite("w", weight)
-    weight[place] = value
+    weight[position] = value
     weight[1029, 1529] = value  # the first one counts
     with pytest.raises(InputError) as caught:
         check_finite("w", weight, Path("model.safetensors"))
     assert caught.value.message == (
-        f"model.safetensors: tensor 'w' holds {value} at {list(place)} of [1030, 1530]"
+        f"model.safetensors: tensor 'w' holds {value} at {list(position)} of [1030, 1530]"
     )
     assert caught.value.tensor == "w"
 

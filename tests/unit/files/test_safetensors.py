@@ -171,9 +171,9 @@ def test_header_errors_carry_the_tensor_name(tmp_path: Path) -> None:
 def test_values_at_the_header_limits_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(file(one("n" * MAX_NAME_BYTES, shape=[1] * MAX_RANK) + "   ", b"1234"))
-    found = read_header(path)["n" * MAX_NAME_BYTES]
-    assert found.shape == (1,) * MAX_RANK
-    assert read_tensor(found).shape == found.shape
+    entry_found = read_header(path)["n" * MAX_NAME_BYTES]
+    assert entry_found.shape == (1,) * MAX_RANK
+    assert read_tensor(entry_found).shape == entry_found.shape
     path.write_bytes(file("{}"))
     assert read_header(path) == {}
     largest = [0, 2**63 - 1]
@@ -194,8 +194,8 @@ def test_entries_carry_absolute_offsets(tmp_path: Path) -> None:
     path = tmp_path / "x"
     header = TWO[:-1] + ',"__metadata__":{"format":"pt"}}'
     path.write_bytes(file(header, b"x" * 8))
-    found = read_header(path)
-    a, b = found["a"], found["b"]
+    entries = read_header(path)
+    a, b = entries["a"], entries["b"]
     assert (a.start, a.end, b.start, b.end) == tuple(8 + len(header) + n for n in (0, 4, 4, 8))
     assert (a.name, a.dtype, a.shape, a.file, a.nbytes) == ("a", "F32", (1,), path, 4)
     assert (a.to_stored_tensor().name, a.to_stored_tensor().dtype, a.to_stored_tensor().shape) == (
@@ -219,21 +219,21 @@ def test_every_dtype_is_read_as_safetensors_wrote_it(tmp_path: Path) -> None:
     entries = read_header(tmp_path / "x")
     assert entries.keys() == tensors.keys()
     for name, expected in tensors.items():
-        found = read_tensor(entries[name])
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert torch.equal(octets(found), octets(expected))
+        result = read_tensor(entries[name])
+        assert result.dtype == expected.dtype
+        assert result.shape == expected.shape
+        assert torch.equal(octets(result), octets(expected))
 
 
 def test_rows_are_a_slice_of_the_tensor(tmp_path: Path) -> None:
     weight = torch.arange(60, dtype=torch.float16).reshape(5, 4, 3)
     save_file({"before": torch.ones(3, dtype=torch.uint8), "w": weight}, tmp_path / "x")
-    found = read_header(tmp_path / "x")["w"]
+    result = read_header(tmp_path / "x")["w"]
     for first, last in ((0, 5), (1, 3), (4, 5), (2, 2)):
-        assert torch.equal(read_rows(found, first, last), weight[first:last])
+        assert torch.equal(read_rows(result, first, last), weight[first:last])
     for first, last in ((0, 6), (-1, 2), (3, 2)):
         with pytest.raises(ValueError, match="no rows"):
-            read_rows(found, first, last)
+            read_rows(result, first, last)
 
 
 def test_writing_to_a_read_tensor_keeps_the_file(tmp_path: Path) -> None:
@@ -245,11 +245,11 @@ def test_writing_to_a_read_tensor_keeps_the_file(tmp_path: Path) -> None:
 
 def test_bool_values_other_than_0_and_1_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(file(one(dtype="BOOL", shape=(4,)), bytes([0, 1, 2, 0])))
-    found = read_header(tmp_path / "x")["a"]
+    result = read_header(tmp_path / "x")["a"]
     with pytest.raises(InputError, match="neither 0 nor 1") as caught:
-        read_tensor(found)
+        read_tensor(result)
     assert caught.value.tensor == "a"
-    assert read_rows(found, 0, 2).tolist() == [False, True]
+    assert read_rows(result, 0, 2).tolist() == [False, True]
 
 
 def _truncate(path: Path) -> None:
@@ -259,28 +259,28 @@ def _truncate(path: Path) -> None:
 def _replace(path: Path) -> None:
     other = path.with_name("other")
     other.write_bytes(path.read_bytes()[:-1] + b"!")
-    found = path.stat()
-    os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
+    status = path.stat()
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
     other.rename(path)
 
 
 def _rewrite(path: Path) -> None:
-    found = path.stat()
+    status = path.stat()
     with path.open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         stream.write(b"!")
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
 @pytest.mark.parametrize("change", [_truncate, _replace, _rewrite, Path.unlink])
 def test_a_file_changed_during_the_run_is_noticed(tmp_path: Path, change: object) -> None:
     path = tmp_path / "x"
     save_file({"w": torch.ones(4, 4)}, path)
-    found = read_header(path)["w"]
-    assert read_tensor(found).sum() == 16
+    result = read_header(path)["w"]
+    assert read_tensor(result).sum() == 16
     change(path)  # type: ignore[operator]
     with pytest.raises(IntegrityError, match="changed while it was being read") as caught:
-        read_rows(found, 0, 1)
+        read_rows(result, 0, 1)
     assert (caught.value.file, caught.value.tensor) == (str(path), "w")
 
 

@@ -27,16 +27,16 @@ LEAVES = {"granitemoe": dict(zip(PARTS, ("w1", "w3", "w2"), strict=True))}
 
 
 def stored(model: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def expected(family: str, model: Path) -> dict[str, Tensor]:
     """The matrices of all experts, cut by hand."""
     first, second, name = STACKS[family]
-    tensors, found = stored(model), {}
+    tensors, matrices = stored(model), {}
     for layer in range(3):
         block = f"model.layers.{layer}."
         for number in range(4):
@@ -46,19 +46,19 @@ def expected(family: str, model: Path) -> dict[str, Tensor]:
                 PARTS, (gate, up, down.T if family == "gpt-oss" else down), strict=True
             ):
                 leaf = LEAVES.get(family, {}).get(part, part)
-                found[block + name.format(number, leaf)] = value
-    return found
+                matrices[block + name.format(number, leaf)] = value
+    return matrices
 
 
 @pytest.mark.parametrize("family", STACKS)
 def test_unstacked_experts_equal_slices_of_the_stack(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
-    view, wanted = unstack_experts(source), expected(family, tiny(family))
+    view, expected_tensors = unstack_experts(source), expected(family, tiny(family))
     first, second, _ = STACKS[family]
     stacks = {f"model.layers.{n}.{name}" for n in range(3) for name in (first, second)}
-    assert view.entries.keys() == (source.entries.keys() - stacks) | wanted.keys()
+    assert view.entries.keys() == (source.entries.keys() - stacks) | expected_tensors.keys()
     assert sorted(view.entries) == list(view.entries)
-    for name, value in wanted.items():
+    for name, value in expected_tensors.items():
         entry = view.entries[name]
         assert entry.name == name
         assert entry.shape == tuple(value.shape)
@@ -138,4 +138,8 @@ def test_stacks_of_unexpected_shape_are_left_unchanged(
         assert left in view.entries
         assert torch.equal(view.read(left), tensors[left])
     assert "model.layers.1.mlp.experts.0.gate_proj.weight" in view.entries
-    assert not any(".experts.0.down_proj" in one for one in view.entries if "layers.1" in one)
+    assert not any(
+        ".experts.0.down_proj" in name_in_view
+        for name_in_view in view.entries
+        if "layers.1" in name_in_view
+    )

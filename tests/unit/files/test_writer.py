@@ -98,10 +98,10 @@ def test_index_and_predicted_size_match_the_files(tmp_path: Path) -> None:
     index = json.loads(index_json(shards))
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     assert list(index["weight_map"]) == sorted(tensors)
-    found = open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     for name, tensor in tensors.items():
-        assert torch.equal(found.read(name), tensor)
-    for shard in found.shards:
+        assert torch.equal(checkpoint.read(name), tensor)
+    for shard in checkpoint.shards:
         assert all(torch.equal(v, tensors[k]) for k, v in load_file(shard).items())
 
 
@@ -119,13 +119,13 @@ def test_non_contiguous_tensors_are_written_in_row_order(tmp_path: Path) -> None
     with WeightsWriter(tmp_path, plan_files(shards)) as writer:
         for name, tensor in given.items():
             writer.write(name, tensor)
-    found = {
+    stored = {
         name: read_tensor(entry)
         for file in tmp_path.iterdir()
         for name, entry in read_header(file).items()
     }
-    assert found.keys() == given.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    assert stored.keys() == given.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in given.items())
 
 
 def test_strips_of_rows_must_be_written_in_order(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_strips_of_rows_must_be_written_in_order(tmp_path: Path) -> None:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[WeightsWriter]:
-    made = WeightsWriter(tmp_path, plan_files(SHARDS))
-    yield made
-    made.__exit__(KeyboardInterrupt, None, None)
+    new_writer = WeightsWriter(tmp_path, plan_files(SHARDS))
+    yield new_writer
+    new_writer.__exit__(KeyboardInterrupt, None, None)
 
 
 def test_writing_unplanned_tensors_is_an_error(writer: WeightsWriter) -> None:
@@ -222,10 +222,10 @@ def test_an_interrupted_writer_resumes_with_its_files(tmp_path: Path) -> None:
     with second as writer:
         writer.write("c", tensors["c"])
         writer.write("w", tensors["w"])
-    found: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for name in shard_names(2):
-        found |= load_file(tmp_path / name)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+        stored |= load_file(tmp_path / name)
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
 
 
 def test_resuming_with_a_different_file_is_refused(tmp_path: Path) -> None:

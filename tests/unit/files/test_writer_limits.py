@@ -73,26 +73,26 @@ def test_writing_zero_rows_after_the_last_is_an_error(tmp_path: Path) -> None:
 
 def test_planned_entries_equal_the_header_of_the_file(tmp_path: Path) -> None:
     writer = WeightsWriter(tmp_path, plan_files(SHARDS))
-    found = read_header(tmp_path / "model.safetensors")
-    assert [writer.entry(name) for name in ("w", "bias")] == [found["w"], found["bias"]]
+    entries = read_header(tmp_path / "model.safetensors")
+    assert [writer.entry(name) for name in ("w", "bias")] == [entries["w"], entries["bias"]]
 
 
 def test_failed_allocation_removes_files_and_reports_needed_bytes(tmp_path: Path) -> None:
     """It tells the reason and what all files need, and keeps nothing of them."""
-    made: list[int] = []
+    sizes: list[int] = []
 
     def allocate(descriptor: int, size: int) -> None:
-        made.append(size)
-        if len(made) == 2:
+        sizes.append(size)
+        if len(sizes) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     shards = [(StoredTensor(name, "U8", (100,)),) for name in "abc"]
     with pytest.raises(ResourceError) as caught:
         WeightsWriter(tmp_path, plan_files(shards), disk=replace(DISK, allocate=allocate))
-    said = f"{tmp_path}: No space left on device; {file_bytes(shards)} bytes needed, "
-    assert caught.value.message.startswith(said)
+    message = f"{tmp_path}: No space left on device; {file_bytes(shards)} bytes needed, "
+    assert caught.value.message.startswith(message)
     assert list(tmp_path.iterdir()) == []
-    assert made == [file_bytes(shards[:1])] * 2
+    assert sizes == [file_bytes(shards[:1])] * 2
 
 
 def test_a_failed_sync_is_reported_and_retried(tmp_path: Path) -> None:

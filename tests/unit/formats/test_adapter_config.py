@@ -70,14 +70,14 @@ def test_saved_and_target_modules_are_read_from_the_config() -> None:
         "lm_head",
     )
     assert modules_saved_whole({}) == modules_saved_whole({"modules_to_save": None}) == ()
-    wanted = {"target_modules": ["q_proj", "v_proj"]}
-    assert target_modules(wanted) == ("q_proj", "v_proj")
+    options = {"target_modules": ["q_proj", "v_proj"]}
+    assert target_modules(options) == ("q_proj", "v_proj")
     assert target_modules(
-        {**wanted, "layers_to_transform": None, "exclude_modules": None}
-    ) == target_modules(wanted)
-    assert target_modules({**wanted, "layers_to_transform": [0]}) == ()
-    assert target_modules({**wanted, "layers_to_transform": 0}) == ()
-    assert target_modules({**wanted, "exclude_modules": ["v_proj"]}) == ()
+        {**options, "layers_to_transform": None, "exclude_modules": None}
+    ) == target_modules(options)
+    assert target_modules({**options, "layers_to_transform": [0]}) == ()
+    assert target_modules({**options, "layers_to_transform": 0}) == ()
+    assert target_modules({**options, "exclude_modules": ["v_proj"]}) == ()
     assert target_modules({"target_modules": "all-linear"}) == target_modules({}) == ()
 
 

@@ -35,21 +35,21 @@ RANK = 4
 
 
 def adapter(
-    place: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+    directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
 ) -> Path:
     """Write an adapter as PEFT's `save_pretrained` does."""
-    place.mkdir()
+    directory.mkdir()
     named = {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()}
-    save_file(named, place / "adapter_model.safetensors", metadata={"format": "pt"})
-    told = {
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
         "peft_type": "LORA",
         "r": RANK,
         "lora_alpha": 16,
         "target_modules": sorted({name.split(".")[-3] for name in tensors if "lora_A." in name}),
         **(config or {}),
     }
-    (place / "adapter_config.json").write_text(json.dumps(told))
-    return place
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
 
 
 def low_rank(model: Path, modules: tuple[str, ...], rank: int = RANK) -> dict[str, Tensor]:
@@ -68,20 +68,23 @@ def low_rank(model: Path, modules: tuple[str, ...], rank: int = RANK) -> dict[st
 
 
 def stored(model: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
-def as_float32(model: Path, place: Path) -> Path:
-    shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+def as_float32(model: Path, directory: Path) -> Path:
+    shutil.copytree(
+        model, directory, ignore=shutil.ignore_patterns("*.safetensors*", "config.json")
+    )
     save_file(
-        {name: value.float() for name, value in stored(model).items()}, place / "model.safetensors"
+        {name: value.float() for name, value in stored(model).items()},
+        directory / "model.safetensors",
     )
     config = json.loads((model / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    return place
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return directory
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 2}}])
@@ -156,8 +159,8 @@ def test_saved_original_modules_are_ignored(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
     saved = {"lm_head.weight": torch.ones(stored(model)["lm_head.weight"].shape)}
     saved["lm_head.original_module.weight"] = torch.zeros(3, 3)
-    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)) | saved)
-    merged = open_plain_source(model, place)
+    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)) | saved)
+    merged = open_plain_source(model, adapter_path)
     assert torch.equal(merged.read("lm_head.weight"), saved["lm_head.weight"])
 
 
@@ -196,10 +199,12 @@ def test_a_resized_vocabulary_is_refused_with_working_steps(
     names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel}
     exec(steps.replace("'merged'", repr(str(tmp_path / "merged"))), names)
     kept = min(rows, rows + added)
-    found = stored(tmp_path / "merged")["model.embed_tokens.weight"]
-    assert len(found) == rows + added
+    embedding = stored(tmp_path / "merged")["model.embed_tokens.weight"]
+    assert len(embedding) == rows + added
     if options.get("modules_to_save"):
-        torch.testing.assert_close(found[:kept], stored(model)["model.embed_tokens.weight"][:kept])
+        torch.testing.assert_close(
+            embedding[:kept], stored(model)["model.embed_tokens.weight"][:kept]
+        )
 
 
 def test_adapters_from_plan_to_reproduce(
@@ -209,11 +214,13 @@ def test_adapters_from_plan_to_reproduce(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
-    place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj", "lm_head")))
-    wanted = recipe("gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
-    plan = api.plan(model, wanted)
+    adapter_path = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj", "lm_head")))
+    requested_recipe = recipe(
+        "gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path))
+    )
+    plan = api.plan(model, requested_recipe)
     assert any(note.startswith("source adapter: tuned: 5 modules of rank 4") for note in plan.notes)
-    quantize(model, out, wanted)
+    quantize(model, out, requested_recipe)
     document = manifest.read_manifest(out)
     assert document is not None
     assert document["source"]["adapter"].startswith("tuned: 5 modules")
@@ -221,12 +228,12 @@ def test_adapters_from_plan_to_reproduce(
     assert plan.name == f"{model.name}-tuned-gptq-int4-g32"
     shown = command(capsys, "inspect", out).out
     assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(shown.split())
-    merged = open_plain_source(model, place)
+    merged = open_plain_source(model, adapter_path)
     assert torch.equal(stored(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16())
-    assert verify(out, model, adapter=place).findings == []
+    assert verify(out, model, adapter=adapter_path).findings == []
     with pytest.raises(InputError, match="made with the adapter tuned"):
         verify(out, model)
-    assert reproduce(out, model, Settings(adapter=place)).differing == ()
+    assert reproduce(out, model, Settings(adapter=adapter_path)).differing == ()
     monkeypatch.chdir(tmp_path)  # where a directory of its name lies
     with pytest.raises(InputError, match="made with the adapter tuned") as refused:
         reproduce(out, model, Settings())
@@ -237,7 +244,9 @@ def test_adapters_from_plan_to_reproduce(
     with pytest.raises(IntegrityError, match="not the adapter"):
         verify(out, model, adapter=other)
     options = ("--windows", "2", "--length", "32", "--no-speed", "--json")
-    with_it = json.loads(command(capsys, "eval", model, out, "--adapter", place, *options).out)
+    with_it = json.loads(
+        command(capsys, "eval", model, out, "--adapter", adapter_path, *options).out
+    )
     without = json.loads(command(capsys, "eval", model, out, *options).out)
     assert with_it["models"][1]["kl_mean"] < without["models"][1]["kl_mean"] / 2
 
@@ -249,17 +258,27 @@ def test_eval_notes_a_reference_with_another_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny("llama-wide")
-    place = adapter(tmp_path / "tuned one", low_rank(model, ("q_proj", "down_proj")))
+    adapter_path = adapter(tmp_path / "tuned one", low_rank(model, ("q_proj", "down_proj")))
     other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
     monkeypatch.chdir(tmp_path)
     options = ("--windows", "2", "--length", "32", "--no-speed")
     quick = ("quantize", "--method", "rtn", "--scales", "absmax", "--bits", 8)
-    made = command(capsys, *quick, model, "--adapter", place.name, "-o", "q")
-    assert f"next: quantforge eval {model} q --adapter 'tuned one'\n" in made.err
+    result = command(capsys, *quick, model, "--adapter", adapter_path.name, "-o", "q")
+    assert f"next: quantforge eval {model} q --adapter 'tuned one'\n" in result.err
     (tmp_path / "r.toml").write_text("[adapter]\nsource = 'tuned one'\n")
     words = (*quick, model, "--recipe", "r.toml", "-o", "q.gguf")
     assert f" {model} q.gguf --adapter 'tuned one'\n" in command(capsys, *words).err
-    command(capsys, "quantize", model, "--format", "plain", "--adapter", place.name, "-o", "merged")
+    command(
+        capsys,
+        "quantize",
+        model,
+        "--format",
+        "plain",
+        "--adapter",
+        adapter_path.name,
+        "-o",
+        "merged",
+    )
     command(capsys, *quick, "merged", "-o", "of-merged")
     command(capsys, *quick, model, "-o", "base")
 
@@ -271,18 +290,20 @@ def test_eval_notes_a_reference_with_another_adapter(
     merge = "--adapter DIR merges tuned one into"
     without, _ = told(model, "q", "q.gguf", "base")
     for name in ("q", "q.gguf"):
-        said = (
+        message = (
             f"{name} was made with the adapter tuned one, and the reference is measured without it"
         )
-        assert f"{said}: {merge} {model}" in without
+        assert f"{message}: {merge} {model}" in without
     assert without.count("was made with") == 2
-    err, out = told(model, "q", "q.gguf", "--adapter", place)
+    err, out = told(model, "q", "q.gguf", "--adapter", adapter_path)
     assert "was made" not in err
     assert re.search(r"the adapter tuned one \(SHA-256 [0-9a-f]{64}\) merged into the ref", out)
-    said = "q was made with the adapter tuned one, and the reference is measured with the adapter"
-    assert f"{said} other: {merge}" in told(model, "q", "--adapter", other)[0]
-    said = "base was made without the adapter tuned one, which is merged into the reference"
-    assert said in told(model, "base", "--adapter", place)[0]
+    message = (
+        "q was made with the adapter tuned one, and the reference is measured with the adapter"
+    )
+    assert f"{message} other: {merge}" in told(model, "q", "--adapter", other)[0]
+    message = "base was made without the adapter tuned one, which is merged into the reference"
+    assert message in told(model, "base", "--adapter", adapter_path)[0]
     err, out = told("merged", "of-merged")
     assert "adapter" not in err + out
     before = Path("q/README.md").read_bytes()
@@ -290,7 +311,7 @@ def test_eval_notes_a_reference_with_another_adapter(
     assert (refused.code, Path("q/README.md").read_bytes()) == (2, before)
     assert "--card q: q was made with the adapter tuned one, and the reference" in refused.err
     told(model, "base", "q", "--card", "base")  # the other is not of this card
-    told(model, "q", "--card", "q", "--adapter", place)
+    told(model, "q", "--card", "q", "--adapter", adapter_path)
     assert Path("q/README.md").read_bytes() != before
 
 
@@ -299,7 +320,7 @@ def test_sweeps_and_releases_merge_the_adapter_into_the_reference(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, notes = tiny("llama-wide"), list[str]()
-    place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj")))
+    adapter_path = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj")))
     other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
     settings = Settings(note=notes.append)
 
@@ -308,74 +329,76 @@ def test_sweeps_and_releases_merge_the_adapter_into_the_reference(
         quick = {"method": "rtn", "scales": "absmax", **given}
         return api.sweep(model, over, tmp_path / out, None, settings, measured, **quick)
 
-    found = swept("s", {"bits": [8, 4]}, adapter=str(place))
-    assert found.evaluation.protocol.adapter.startswith("tuned (SHA-256 ")
+    sweep = swept("s", {"bits": [8, 4]}, adapter=str(adapter_path))
+    assert sweep.evaluation.protocol.adapter.startswith("tuned (SHA-256 ")
     assert not [note for note in notes if "was made" in note]
-    found = swept("t", {"adapter": [str(place), str(other)]}, bits=8)
-    assert found.evaluation.protocol.adapter == ""
+    sweep = swept("t", {"adapter": [str(adapter_path), str(other)]}, bits=8)
+    assert sweep.evaluation.protocol.adapter == ""
     assert len([note for note in notes if "was made with the adapter" in note]) == 2
     spec = tmp_path / "release.toml"
     spec.write_text(
         f"model = '{model}'\n[evaluation]\ntext = 'builtin'\nwindows = 2\nlength = 32\n"
         "[[variant]]\nname = 'a'\nmethod = 'rtn'\nbits = 8\n"
-        f"recipe = {{scales = 'absmax', adapter = {{source = '{place}'}}}}\n"
+        f"recipe = {{scales = 'absmax', adapter = {{source = '{adapter_path}'}}}}\n"
     )
     assert command(capsys, "release", spec, "-o", tmp_path / "r").code == 0
     card = next((tmp_path / "r").rglob("a/README.md")).read_text()
     assert "merged into the reference" in card
     target = ("--target", "7bpw", "--candidates", "int4:g32:sym,int8:g32:sym")
-    rows = ("--samples", 4, "--length", 16, "--adapter", place, "-o", tmp_path / "x.toml")
+    rows = ("--samples", 4, "--length", 16, "--adapter", adapter_path, "-o", tmp_path / "x.toml")
     allocated = command(capsys, "allocate", model, *target, *rows)
-    assert f" --recipe {tmp_path / 'x.toml'} --adapter {place}\n" in allocated.err
+    assert f" --recipe {tmp_path / 'x.toml'} --adapter {adapter_path}\n" in allocated.err
 
 
 def test_verify_requires_the_adapter_of_the_recipe(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out, file = tiny("llama-wide"), tmp_path / "q", tmp_path / "q.gguf"
-    place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj",)))
+    adapter_path = adapter(tmp_path / "tuned", low_rank(model, ("q_proj",)))
     quantize(model, out, recipe(scheme="int4:g32:sym"))
     api.export(out, out=file, format="gguf")
     blocks = tmp_path / "b.gguf"
     quantize(model, blocks, recipe(format="gguf", type="Q8_0", scales="absmax"))
     for result in (out, file, blocks):
         with pytest.raises(IntegrityError, match="made without an adapter"):
-            verify(result, model, adapter=place)
-    for result, given in ((out, place), (file, tmp_path / "nothing")):
+            verify(result, model, adapter=adapter_path)
+    for result, given in ((out, adapter_path), (file, tmp_path / "nothing")):
         ended = command(capsys, "verify", result, "--adapter", given)
         assert (ended.code, "name the source too" in ended.err) == (2, True)
-    ended = command(capsys, "verify", file, "--source", model, "--adapter", place)
+    ended = command(capsys, "verify", file, "--source", model, "--adapter", adapter_path)
     assert (ended.code, "hint: leave --adapter out" in ended.err) == (5, True)
     (out / manifest.NAME).unlink()  # nobody says what it was made with
-    assert verify(out, model, adapter=place, forward=False).tensors
+    assert verify(out, model, adapter=adapter_path, forward=False).tensors
     api.export(out, out=tmp_path / "of-it.gguf", format="gguf")
-    assert verify(tmp_path / "of-it.gguf", model, adapter=place).tensors
-    merged = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+    assert verify(tmp_path / "of-it.gguf", model, adapter=adapter_path).tensors
+    merged = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path)))
     quantize(model, tmp_path / "m", merged)
     api.export(tmp_path / "m", out=tmp_path / "m.gguf", format="gguf")
     for result in (tmp_path / "m", tmp_path / "m.gguf"):
-        assert not verify(result, model, adapter=place).findings
+        assert not verify(result, model, adapter=adapter_path).findings
         with pytest.raises(InputError, match="made with the adapter tuned"):
             verify(result, model)
 
 
 def test_a_card_names_the_merged_adapter_also_after_export(tiny: Tiny, tmp_path: Path) -> None:
-    model, place = tiny("llama-wide"), tmp_path / "tuned"
-    adapter(place, low_rank(model, ("q_proj",)))
-    wanted = recipe(scheme="int4:g32:sym", scales="absmax", adapter=AdapterOptions(str(place)))
-    quantize(model, tmp_path / "q", wanted, base_model="org/name")
-    told = manifest.read_manifest(tmp_path / "q")
-    assert told is not None
+    model, path = tiny("llama-wide"), tmp_path / "tuned"
+    adapter(path, low_rank(model, ("q_proj",)))
+    requested_recipe = recipe(
+        scheme="int4:g32:sym", scales="absmax", adapter=AdapterOptions(str(path))
+    )
+    quantize(model, tmp_path / "q", requested_recipe, base_model="org/name")
+    document = manifest.read_manifest(tmp_path / "q")
+    assert document is not None
     moved = api.export(tmp_path / "q", format="gptq", out=tmp_path / "moved")
     assert moved.name == f"{model.name}-tuned-rtn-int4-g32-gptq"
-    for card in ((tmp_path / one / "README.md").read_text() for one in ("q", "moved")):
+    for card in ((tmp_path / item / "README.md").read_text() for item in ("q", "moved")):
         fields, text = card.split("\n---\n")
         assert {"base_model: org/name", "base_model_relation: finetune"} <= {*fields.splitlines()}
         assert f"# {model.name} with tuned quantized by rtn (" in text
-        merged = f" with the adapter `{told['source']['adapter']}` merged into it"
+        merged = f" with the adapter `{document['source']['adapter']}` merged into it"
         assert f"[org/name](https://huggingface.co/org/name){merged}, quantized by `rtn`" in text
         assert f"1. `{model.name}`{merged}: quantized by `rtn`" in text
-    file = recipe(type="Q8_0", format="gguf", adapter=AdapterOptions(str(place)))
+    file = recipe(type="Q8_0", format="gguf", adapter=AdapterOptions(str(path)))
     assert api.plan(model, file).name == f"{model.name}-tuned-Q8_0.gguf"
     quantize(model, tmp_path / "x.gguf", file)
     assert f"{model.name}-tuned".encode() in (tmp_path / "x.gguf").read_bytes()[:4096]
@@ -384,14 +407,14 @@ def test_a_card_names_the_merged_adapter_also_after_export(tiny: Tiny, tmp_path:
 @pytest.mark.thorough
 def test_merged_models_are_quantized_like_saved_ones(tiny: Tiny, tmp_path: Path) -> None:
     model = as_float32(tiny("llama-wide"), tmp_path / "m")
-    place = adapter(tmp_path / "a", low_rank(model, ("q_proj", "up_proj")))
-    source = open_plain_source(model, place)
+    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj", "up_proj")))
+    source = open_plain_source(model, adapter_path)
     plain = as_float32(tiny("llama-wide"), tmp_path / "p")
     save_file({name: source.read(name) for name in source.entries}, plain / "model.safetensors")
     for method in ("rtn", "awq+gptq"):
-        wanted = recipe(method, scheme="int4:g32:sym")
-        quantize(plain, tmp_path / f"{method}-1", wanted)
-        with_it = recipe(method, scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+        requested_recipe = recipe(method, scheme="int4:g32:sym")
+        quantize(plain, tmp_path / f"{method}-1", requested_recipe)
+        with_it = recipe(method, scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path)))
         quantize(model, tmp_path / f"{method}-2", with_it)
         first, second = stored(tmp_path / f"{method}-1"), stored(tmp_path / f"{method}-2")
         assert first.keys() == second.keys()
@@ -406,41 +429,43 @@ def test_a_tied_head_changed_by_an_adapter_is_untied(tiny: Tiny, tmp_path: Path)
         "lm_head.lora_A.weight": torch.randn(RANK, columns) / 16,
         "lm_head.lora_B.weight": torch.randn(rows, RANK) / 16,
     }
-    place = adapter(tmp_path / "a", change)
-    source = open_plain_source(model, place)
+    adapter_path = adapter(tmp_path / "a", change)
+    source = open_plain_source(model, adapter_path)
     base = stored(model)["model.embed_tokens.weight"]
     assert source.config["tie_word_embeddings"] is False
     assert torch.equal(source.read("model.embed_tokens.weight"), base)
     product = change["lm_head.lora_B.weight"] @ change["lm_head.lora_A.weight"] * 4
     torch.testing.assert_close(source.read("lm_head.weight"), base.float() + product)
     out = tmp_path / "q"
-    quantize(model, out, recipe(scheme="int8:g32:sym", adapter=AdapterOptions(str(place))))
+    quantize(model, out, recipe(scheme="int8:g32:sym", adapter=AdapterOptions(str(adapter_path))))
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
-    assert verify(out, model, adapter=place).findings == []
+    assert verify(out, model, adapter=adapter_path).findings == []
 
 
 def test_a_run_resumes_only_with_the_same_adapter(tiny: Tiny, tmp_path: Path) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
-    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
-    wanted = recipe("gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    requested_recipe = recipe(
+        "gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path))
+    )
     with pytest.raises(StopError):
-        quantize(model, out, wanted, progress=crash_after("block 0"))
-    assert quantize(model, out, wanted).resumed
+        quantize(model, out, requested_recipe, progress=crash_after("block 0"))
+    assert quantize(model, out, requested_recipe).resumed
     with pytest.raises(StopError):
-        quantize(model, tmp_path / "r", wanted, progress=crash_after("block 0"))
-    weights = place / "adapter_model.safetensors"
+        quantize(model, tmp_path / "r", requested_recipe, progress=crash_after("block 0"))
+    weights = adapter_path / "adapter_model.safetensors"
     save_file({name: value * 2 for name, value in load_file(weights).items()}, weights)
     from quantforge.errors import QuantForgeError
 
     with pytest.raises(QuantForgeError, match="adapter"):
-        quantize(model, tmp_path / "r", wanted)
+        quantize(model, tmp_path / "r", requested_recipe)
 
 
 def test_an_adapter_changed_during_the_run_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
-    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
-    source = open_plain_source(model, place)
-    weights = place / "adapter_model.safetensors"
+    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    source = open_plain_source(model, adapter_path)
+    weights = adapter_path / "adapter_model.safetensors"
     data, times = bytearray(weights.read_bytes()), weights.stat()
     data[-3] ^= 1
     weights.write_bytes(data)
@@ -535,20 +560,20 @@ def test_unsuitable_adapters_are_refused_with_the_cause(
     }.get(damage, {})  # fmt: skip
     if damage in EDITS:
         EDITS[damage](tensors)
-    place = adapter(tmp_path / "a", tensors, config)
-    weights = place / "adapter_model.safetensors"
+    adapter_path = adapter(tmp_path / "a", tensors, config)
+    weights = adapter_path / "adapter_model.safetensors"
     if damage == "prefix":
         save_file(
             {name.removeprefix("base_"): value for name, value in load_file(weights).items()},
             weights,
         )
     elif damage == "pickle":
-        weights.rename(place / "adapter_model.bin")
+        weights.rename(adapter_path / "adapter_model.bin")
     elif damage == "config":
-        (place / "adapter_config.json").unlink()
-    wanted = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+        (adapter_path / "adapter_config.json").unlink()
+    requested_recipe = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path)))
     with pytest.raises(InputError, match=words):
-        quantize(model, tmp_path / "q", wanted)
+        quantize(model, tmp_path / "q", requested_recipe)
     assert not (tmp_path / "q").exists()
 
 
@@ -569,9 +594,9 @@ def test_adapter_hints_depend_on_the_cause(
     model = tiny("llama-wide")
     tensors = low_rank(model, ("q_proj",))
     edit(tensors)
-    told = {"base_model_name_or_path": "org/base", **config}
+    settings = {"base_model_name_or_path": "org/base", **config}
     with pytest.raises(InputError) as refused:
-        open_plain_source(model, adapter(tmp_path / "a", tensors, told))
+        open_plain_source(model, adapter(tmp_path / "a", tensors, settings))
     assert hint in refused.value.hint
 
 
@@ -583,9 +608,9 @@ def test_dora_with_a_zero_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
     tensors[B][5] = 0
     tensors[LENGTHS] = torch.ones(128)
-    place = adapter(tmp_path / "a", tensors, {"use_dora": True, "layers_to_transform": [0]})
+    adapter_path = adapter(tmp_path / "a", tensors, {"use_dora": True, "layers_to_transform": [0]})
     with pytest.raises(InputError, match=f"those of output 5 of {FIRST}.weight are all") as refused:
-        open_plain_source(model, place).read(f"{FIRST}.weight")
+        open_plain_source(model, adapter_path).read(f"{FIRST}.weight")
     assert "use_dora=False" in refused.value.hint
 
 
@@ -593,7 +618,7 @@ def test_invalid_adapters_are_refused_before_digesting(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    place = adapter(tmp_path / "lora", low_rank(model, ("q_proj",)))
+    adapter_path = adapter(tmp_path / "lora", low_rank(model, ("q_proj",)))
     digested: list[Path] = []
     real = opening.compute_checksums
 
@@ -602,30 +627,33 @@ def test_invalid_adapters_are_refused_before_digesting(
         return real(path, inside)
 
     monkeypatch.setattr(opening, "compute_checksums", noted)
-    opening.open_adapter(place)
-    assert digested == [place / opening.WEIGHTS]
-    os.truncate(place / opening.WEIGHTS, 1 << 40)
+    opening.open_adapter(adapter_path)
+    assert digested == [adapter_path / opening.WEIGHTS]
+    os.truncate(adapter_path / opening.WEIGHTS, 1 << 40)
     with pytest.raises(InputError, match=opening.WEIGHTS):
-        opening.open_adapter(place)
-    (place / opening.WEIGHTS).write_bytes(b"")
-    os.truncate(place / opening.WEIGHTS, 3 << 30)
+        opening.open_adapter(adapter_path)
+    (adapter_path / opening.WEIGHTS).write_bytes(b"")
+    os.truncate(adapter_path / opening.WEIGHTS, 3 << 30)
     with pytest.raises(InputError, match=opening.WEIGHTS):
-        opening.open_adapter(place)
+        opening.open_adapter(adapter_path)
     assert len(digested) == 1
 
 
 def test_an_adapter_may_cover_some_layers_only(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
     tensors = low_rank(model, ("layers.1.self_attn.q_proj",))
-    place = adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
-    assert "1 modules of rank 4" in open_plain_source(model, place).source_notes["adapter"]
+    adapter_path = adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
+    assert "1 modules of rank 4" in open_plain_source(model, adapter_path).source_notes["adapter"]
 
 
 def test_merging_into_quantized_codes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
-    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
     quantize(model, tmp_path / "q", recipe(scheme="int4:g128:sym"))
     with pytest.raises(UsageError, match="nothing is merged into codes"):
         api.export(
-            str(tmp_path / "q"), recipe(format="gptq"), tmp_path / "g", Settings(adapter=place)
+            str(tmp_path / "q"),
+            recipe(format="gptq"),
+            tmp_path / "g",
+            Settings(adapter=adapter_path),
         )

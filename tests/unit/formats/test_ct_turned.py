@@ -47,8 +47,8 @@ def test_compressed_tensors_decodes_transposed_storage(scheme: str) -> None:
     tensor, files, blocks = stored(scheme, (96, 64))
     arguments = QuantizationScheme(targets=["Linear"], weights=weight_arguments(blocks))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    held = {name.removeprefix("h.0.attn.c_attn."): value for name, value in files.items()}
-    weight = compressor.decompress(held, arguments)["weight"]
+    packed = {name.removeprefix("h.0.attn.c_attn."): value for name, value in files.items()}
+    weight = compressor.decompress(packed, arguments)["weight"]
     assert torch.equal(weight, decoded(tensor).T.to(weight.dtype))
 
 
@@ -70,12 +70,12 @@ def test_damaged_scales_of_transposed_storage_are_refused() -> None:
 
 def test_only_symmetric_integer_groups_are_stored_transposed(tiny: Tiny) -> None:
     model: Path = tiny("gpt2")
-    made = plan(model, scheme="int4:g32:sym", engine="transformers")
-    verdicts = {verdict.engine: verdict for verdict in made.engines}
+    planned = plan(model, scheme="int4:g32:sym", engine="transformers")
+    verdicts = {verdict.engine: verdict for verdict in planned.engines}
     assert verdicts["transformers"].loads
     assert "decoded on loading" in verdicts["transformers"].reason
     assert not verdicts["vllm"].loads
-    assert all(tensor.codes_transposed for tensor in made.quantized())
+    assert all(tensor.codes_transposed for tensor in planned.quantized())
     assert not any(tensor.codes_transposed for tensor in plan(model, scheme="int4:g32:sym").tensors)
     for scheme in ("int4:g32:asym", "int4:row:sym"):
         with pytest.raises(RefusedError, match="Conv1D"):

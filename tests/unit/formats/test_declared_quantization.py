@@ -28,13 +28,13 @@ Changed = Callable[[dict[str, Any]], object]
 WEIGHTS = "model.safetensors"
 
 
-def copied(source: Path, place: Path, change: Changed = lambda _: None) -> Path:
+def copied(source: Path, directory: Path, change: Changed = lambda _: None) -> Path:
     """Copy a model without its manifest and files about its quantization, with a changed configuration."""
-    shutil.copytree(source, place, ignore=shutil.ignore_patterns(*NAMES))
-    config = json.loads((place / "config.json").read_text())
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*NAMES))
+    config = json.loads((directory / "config.json").read_text())
     change(config)
-    (place / "config.json").write_text(json.dumps(config))
-    return place
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def retold(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
@@ -48,14 +48,16 @@ def retold(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
 @pytest.fixture(scope="module")
 def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from a format to a tiny model in it."""
-    made: dict[str, Path] = {}
+    created: dict[str, Path] = {}
 
-    def model(form: str) -> Path:
-        if form not in made:
-            made[form] = tmp_path_factory.mktemp(form) / "m"
-            wanted = recipe(format=form, scales="absmax", scheme=SCHEMES[form])
-            quantize(tiny("llama-wide"), made[form], wanted)
-        return made[form]
+    def model(format_key: str) -> Path:
+        if format_key not in created:
+            created[format_key] = tmp_path_factory.mktemp(format_key) / "m"
+            requested_recipe = recipe(
+                format=format_key, scales="absmax", scheme=SCHEMES[format_key]
+            )
+            quantize(tiny("llama-wide"), created[format_key], requested_recipe)
+        return created[format_key]
 
     return model
 
@@ -67,7 +69,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize(
-    ("place", "left"),
+    ("key", "left"),
     [
         (KEY, BNB),
         (KEY, {"quant_method": "gptq", "bits": 4, "group_size": 128}),
@@ -79,15 +81,15 @@ SCHEMES = {
         ("quantization", {"bits": 4, "group_size": 64}),
     ],
 )
-def test_declarations_without_packed_tensors_are_ignored_with_a_note(tiny, tmp_path, place, left):
-    model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({place: left}))
-    found = api.inspect(model)
-    assert (found.format, found.bits_per_weight) == (
+def test_declarations_without_packed_tensors_are_ignored_with_a_note(tiny, tmp_path, key, left):
+    model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({key: left}))
+    inspection = api.inspect(model)
+    assert (inspection.format, inspection.bits_per_weight) == (
         "plain",
         api.inspect(tiny("llama")).bits_per_weight,
     )
-    assert f"{place}" in found.notes[0]
-    assert "left over" in found.notes[0]
+    assert f"{key}" in inspection.notes[0]
+    assert "left over" in inspection.notes[0]
     assert open_model(model).config == open_model(tiny("llama")).config
 
 
@@ -103,13 +105,13 @@ def test_leftover_declarations_are_not_written_to_results(tiny, tmp_path, nested
         config.update({"vision_config": {KEY: BNB}} if nested else {KEY: BNB})
 
     model = copied(tiny("llama"), tmp_path / "m", change)
-    place = f"vision_config.{KEY}" if nested else KEY
+    key_path = f"vision_config.{KEY}" if nested else KEY
     outcome = quantize(model, tmp_path / "q", recipe(scales="absmax", scheme="int4:g32:sym"))
-    assert any(place in note and "left over" in note for note in outcome.plan.notes)
+    assert any(key_path in note and "left over" in note for note in outcome.plan.notes)
     assert "bitsandbytes" not in (tmp_path / "q" / "config.json").read_text()
     assert verify(tmp_path / "q", model).findings == []
     moved = api.export(model, None, tmp_path / "plain", format="plain")
-    assert any(place in note for note in moved.notes)
+    assert any(key_path in note for note in moved.notes)
     assert KEY not in (tmp_path / "plain" / "config.json").read_text()
     file = tmp_path / "m.gguf"
     api.export(model, None, file, type="Q8_0")
@@ -118,59 +120,64 @@ def test_leftover_declarations_are_not_written_to_results(tiny, tmp_path, nested
 
 def autogptq(config: dict[str, Any]) -> dict[str, Any]:
     """Return the declaration of a GPTQ model as AutoGPTQ wrote it in 2023."""
-    found = config.pop(KEY)
-    kept = {key: found[key] for key in ("bits", "group_size", "desc_act", "sym")}
+    declaration = config.pop(KEY)
+    kept = {key: declaration[key] for key in ("bits", "group_size", "desc_act", "sym")}
     return {**kept, "damp_percent": 0.01, "static_groups": False, "true_sequential": True,
             "model_name_or_path": None, "model_file_base_name": "model"}  # fmt: skip
 
 
 def autoawq(config: dict[str, Any]) -> dict[str, Any]:
     """Return the declaration of an AWQ model as AutoAWQ wrote it in 2023."""
-    found = config.pop(KEY)
+    declaration = config.pop(KEY)
     return {
-        "zero_point": found["zero_point"],
-        "q_group_size": found["group_size"],
+        "zero_point": declaration["zero_point"],
+        "q_group_size": declaration["group_size"],
         "w_bit": 4,
         "version": "GEMM",
     }
 
 
 @pytest.mark.parametrize(
-    ("form", "file", "written"),
+    ("format_key", "file", "written"),
     [("gptq", "quantize_config.json", autogptq), ("awq", "quant_config.json", autoawq),
      ("awq", "quantize_config.json", autoawq)],
 )  # fmt: skip
-def test_side_files_declare_the_quantization(packed, tmp_path, form, file, written):
+def test_side_files_declare_the_quantization(packed, tmp_path, format_key, file, written):
     declared: dict[str, Any] = {}
-    model = copied(packed(form), tmp_path / "m", lambda config: declared.update(written(config)))
+    model = copied(
+        packed(format_key), tmp_path / "m", lambda config: declared.update(written(config))
+    )
     (model / file).write_text(json.dumps(declared))
-    found = api.inspect(model)
-    assert (found.format, found.schemes) == (form, api.inspect(packed(form)).schemes)
-    assert file in found.notes[0]
+    inspection = api.inspect(model)
+    assert (inspection.format, inspection.schemes) == (
+        format_key,
+        api.inspect(packed(format_key)).schemes,
+    )
+    assert file in inspection.notes[0]
     api.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
-    api.export(packed(form), None, tmp_path / "same", format="plain", allow_inexact=True)
+    api.export(packed(format_key), None, tmp_path / "same", format="plain", allow_inexact=True)
     assert (tmp_path / "plain" / WEIGHTS).read_bytes() == (tmp_path / "same" / WEIGHTS).read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("place", "within"),
+    ("key_path", "within"),
     [
-        ("compression_config", lambda found: {"compression_config": found}),
-        ("compression_config", lambda found: {"compression_config": {KEY: found, "sparsity_config": {}}}),
-        (f"text_config.{KEY}", lambda found: {"text_config": {KEY: found}}),
+        ("compression_config", lambda inspection: {"compression_config": inspection}),
+        ("compression_config", lambda inspection: {"compression_config": {KEY: inspection, "sparsity_config": {}}}),
+        (f"text_config.{KEY}", lambda inspection: {"text_config": {KEY: inspection}}),
     ],
 )  # fmt: skip
-def test_other_config_keys_declare_the_quantization(packed, tmp_path, place, within):
+def test_other_config_keys_declare_the_quantization(packed, tmp_path, key_path, within):
     model = copied(packed("compressed-tensors"), tmp_path / "m",
                    lambda config: config.update(within(config.pop(KEY))))  # fmt: skip
-    if place != "compression_config":  # a tower has to be whole
+    if key_path != "compression_config":  # a tower has to be whole
         config = json.loads((model / "config.json").read_text())
         config["text_config"] = {**config, **config["text_config"]}
         (model / "config.json").write_text(json.dumps(config))
-    found = api.inspect(model)
-    assert (found.format, found.schemes) == (
+    inspection = api.inspect(model)
+    assert (inspection.format, inspection.schemes) == (
         "compressed-tensors", api.inspect(packed("compressed-tensors")).schemes)  # fmt: skip
-    assert place in found.notes[0]
+    assert key_path in inspection.notes[0]
     api.export(model, None, tmp_path / "gptq", format="gptq")
     assert (
         set(json.loads((tmp_path / "gptq" / "config.json").read_text())) & {"compression_config"}
@@ -198,7 +205,7 @@ def test_contradicting_declarations_are_refused(packed, tmp_path):
 
 @each_value(
     (
-        "form, tool",
+        "format_key, tool",
         [
             ("compressed-tensors", "llm-compressor"),
             ("gptq", "GPTQModel"),
@@ -210,12 +217,12 @@ def test_contradicting_declarations_are_refused(packed, tmp_path):
     ),
     ("left", [None, {}]),
 )
-def test_undeclared_packed_tensors_are_refused_by_name(packed, tmp_path, form, tool, left):
+def test_undeclared_packed_tensors_are_refused_by_name(packed, tmp_path, format_key, tool, left):
     def change(config: dict[str, Any]) -> None:
         config.pop("quantization", None)
         config.pop(KEY) if left is None else config.update({KEY: left})
 
-    model = copied(packed(form), tmp_path / "m", change)
+    model = copied(packed(format_key), tmp_path / "m", change)
     for read in (
         api.inspect,
         lambda path: api.export(path, None, tmp_path / "o", format="plain"),
@@ -235,7 +242,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @each_value(
-    ("form", ["plain", "compressed-tensors", "gptq", "mlx"]),
+    ("format_key", ["plain", "compressed-tensors", "gptq", "mlx"]),
     (
         "change, words",
         [
@@ -248,10 +255,12 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ],
     ),
 )
-def test_export_refuses_missing_extra_or_misshapen_tensors(packed, tmp_path, form, change, words):
+def test_export_refuses_missing_extra_or_misshapen_tensors(
+    packed, tmp_path, format_key, change, words
+):
     model = retold(copied(packed("compressed-tensors"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
-        api.export(model, None, tmp_path / "o", format=form, allow_inexact=True)
+        api.export(model, None, tmp_path / "o", format=format_key, allow_inexact=True)
     with pytest.raises(InputError, match=words):
         api.inspect(model)
     assert not (tmp_path / "o").exists()
@@ -294,22 +303,22 @@ def test_packed_tensors_of_undeclared_families_are_not_plain(tiny, tmp_path):
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def unpacked(form: str) -> Callable[[dict[str, torch.Tensor]], object]:
+def unpacked(format_key: str) -> Callable[[dict[str, torch.Tensor]], object]:
     """Return what puts 16-bit weights in the place of the packed ones of a module."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith(f"{DOWN}.")]:
             tensors.pop(name)
         tensors[f"{DOWN}.weight"] = torch.ones(
-            64 if form == "llama" else 128, 256, dtype=torch.bfloat16
+            64 if format_key == "llama" else 128, 256, dtype=torch.bfloat16
         )
 
     return change
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq", "bnb", "fp8"])
-def test_unpacked_modules_must_be_listed(packed, tmp_path, form):
-    model = retold(copied(packed(form), tmp_path / "m"), unpacked(form))
+@pytest.mark.parametrize("format_key", ["compressed-tensors", "gptq", "awq", "bnb", "fp8"])
+def test_unpacked_modules_must_be_listed(packed, tmp_path, format_key):
+    model = retold(copied(packed(format_key), tmp_path / "m"), unpacked(format_key))
     for read in (
         api.inspect,
         load,
@@ -321,14 +330,14 @@ def test_unpacked_modules_must_be_listed(packed, tmp_path, form):
             read(model)
     config = json.loads((model / "config.json").read_text())
     listed = {"compressed-tensors": "ignore", "bnb": "llm_int8_skip_modules"}.get(
-        form, "modules_to_not_convert"
+        format_key, "modules_to_not_convert"
     )
-    if form == "gptq":
+    if format_key == "gptq":
         config[KEY]["dynamic"] = {f"-:{DOWN}": {}}
     else:
         config[KEY][listed] = [*(config[KEY].get(listed) or []), DOWN]
     (model / "config.json").write_text(json.dumps(config))
-    assert api.inspect(model).format == form
+    assert api.inspect(model).format == format_key
 
 
 def test_packed_modules_must_not_be_listed(packed, tmp_path):

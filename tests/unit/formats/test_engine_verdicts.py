@@ -54,9 +54,9 @@ def test_every_directory_format_has_a_verdict_of_every_engine():
     ],
 )
 def test_engines_that_load_each_format_and_scheme(key, scheme, engines):
-    found = loading(key, scheme)
-    assert [name for name in NAMES if found[name].loads] == engines.split()
-    assert all(verdict.reason for verdict in found.values() if not verdict.loads)
+    verdicts = loading(key, scheme)
+    assert [name for name in NAMES if verdicts[name].loads] == engines.split()
+    assert all(verdict.reason for verdict in verdicts.values() if not verdict.loads)
 
 
 def test_one_unsupported_layer_is_refused_with_a_reason():
@@ -122,8 +122,8 @@ def test_engine_verdicts_depend_on_model_facts(key, facts, engine, why):
 def experts(*schemes):
     """Layers of a mixture, one for each scheme, as ``engine_verdicts`` takes them."""
     layers = {
-        f"mlp.experts.{place}.up_proj": (parse_layer(scheme), (128, 256))
-        for place, scheme in enumerate(schemes)
+        f"mlp.experts.{index}.up_proj": (parse_layer(scheme), (128, 256))
+        for index, scheme in enumerate(schemes)
     }
     return ModelToLoad(layers, ("mixtral",))
 
@@ -159,14 +159,14 @@ def test_quantize_export_and_verify_agree_on_engines(tiny, tmp_path):
     api.export(
         str(tmp_path / "gpt2"), Recipe(format="compressed-tensors"), tmp_path / "ct", Settings()
     )
-    for made in ("gpt2", "ct"):
-        found = verify(tmp_path / made, engine="transformers").findings
-        assert [(item.check, "Conv1D" in item.detail) for item in found] == [("engine", True)]
+    for name in ("gpt2", "ct"):
+        findings = verify(tmp_path / name, engine="transformers").findings
+        assert [(item.check, "Conv1D" in item.detail) for item in findings] == [("engine", True)]
     file = tmp_path / "m.gguf"
     quantize(tiny("llama-wide"), file, Recipe(type="Q8_0", scales="absmax", calibration=none))
-    wanted = Recipe(format="compressed-tensors", engine="transformers")
+    recipe = Recipe(format="compressed-tensors", engine="transformers")
     with pytest.raises(RefusedError, match="quantized embedding"):
-        api.export(str(file), wanted, tmp_path / "no", Settings())
+        api.export(str(file), recipe, tmp_path / "no", Settings())
     assert not (tmp_path / "no").exists()
 
 
@@ -174,5 +174,7 @@ def test_quantize_export_and_verify_agree_on_engines(tiny, tmp_path):
 def test_plain_unstacked_experts_load_if_published_unstacked(unstacked: bool) -> None:
     kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
     model = ModelToLoad({}, ("llama4_text",), unstacked_experts=unstacked, unquantized=kept)
-    found = {one.engine: one.loads for one in engine_verdicts(load_format("plain").INFO, model)}
-    assert found["transformers"] is not unstacked
+    verdicts = {
+        item.engine: item.loads for item in engine_verdicts(load_format("plain").INFO, model)
+    }
+    assert verdicts["transformers"] is not unstacked

@@ -21,10 +21,15 @@ SCALES = {"compressed-tensors": "m.weight_scale"}
 
 
 def written(key, scheme, shape=(32, 64)):
-    form = load_format(key)
-    tensor = random_tensor(scheme, shape, least_zero=form.MIN_ZERO_POINT)
-    packed = form.pack("m", tensor)
-    return form, ModuleLayout("m", LayerScheme(tensor.scheme), shape, tuple(packed)), packed, tensor
+    layout_format = load_format(key)
+    tensor = random_tensor(scheme, shape, least_zero=layout_format.MIN_ZERO_POINT)
+    packed = layout_format.pack("m", tensor)
+    return (
+        layout_format,
+        ModuleLayout("m", LayerScheme(tensor.scheme), shape, tuple(packed)),
+        packed,
+        tensor,
+    )
 
 
 def position(key, row, group):
@@ -36,71 +41,74 @@ def position(key, row, group):
     ("value", [float("nan"), float("inf"), float("-inf")]),
 )
 def test_non_finite_scales_are_refused(key, scheme, value):
-    form, layout, packed, _ = written(key, scheme)
+    layout_format, layout, packed, _ = written(key, scheme)
     name = SCALES.get(key, "m.scales")
-    form.unpack(layout, packed)
+    layout_format.unpack(layout, packed)
     packed[name][position(key, 7, 1)] = value
     with pytest.raises(InputError, match="row 7, group 1") as caught:
-        form.unpack(layout, packed)
+        layout_format.unpack(layout, packed)
     assert caught.value.tensor == name
 
 
 @pytest.mark.parametrize(("key", "scheme"), SCHEMES)
 def test_a_zero_scale_is_legal_for_zeros_only(key, scheme):
-    form, layout, packed, tensor = written(key, scheme)
+    layout_format, layout, packed, tensor = written(key, scheme)
     packed[SCALES.get(key, "m.scales")][position(key, 5, 1)] = 0
     with pytest.raises(InputError, match="scale 0 for non-zero codes in row 5, group 1"):
-        form.unpack(layout, packed)
+        layout_format.unpack(layout, packed)
     codes = tensor.codes.clone()
     codes[5, 32:] = tensor.parameters["zeros"][5, 1] if "zeros" in tensor.parameters else 0
     scales = tensor.parameters["scales"].clone()
     scales[5, 1] = 0
     empty = QuantizedTensor(codes, {**tensor.parameters, "scales": scales}, tensor.scheme)
-    assert form.unpack(layout, form.pack("m", empty)).codes[5, 32:].unique().numel() == 1
+    assert (
+        layout_format.unpack(layout, layout_format.pack("m", empty)).codes[5, 32:].unique().numel()
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("key", "scheme"), SCHEMES)
 def test_a_missing_or_misshapen_tensor_is_refused(key, scheme):
-    form, layout, packed, _ = written(key, scheme)
+    layout_format, layout, packed, _ = written(key, scheme)
     for name in packed:
         rest = {other: value for other, value in packed.items() if other != name}
         with pytest.raises(InputError) as caught:
-            form.unpack(layout, rest)
+            layout_format.unpack(layout, rest)
         assert caught.value.tensor == name
         with pytest.raises(InputError) as caught:
-            form.unpack(layout, packed | {name: packed[name][:-1]})
+            layout_format.unpack(layout, packed | {name: packed[name][:-1]})
         assert caught.value.tensor == name
         with pytest.raises(InputError) as caught:
-            form.unpack(layout, packed | {name: packed[name].to(torch.int16)})
+            layout_format.unpack(layout, packed | {name: packed[name].to(torch.int16)})
         assert caught.value.tensor == name
 
 
 def test_gptq_refuses_the_ambiguous_zero_point():
-    form, layout, packed, tensor = written("gptq", "int4:g32:asym")
+    layout_format, layout, packed, tensor = written("gptq", "int4:g32:asym")
     stored = tensor.parameters["zeros"].T.contiguous() - 1
     stored[1, 3] = 15
     packed["m.qzeros"] = pack_rows(stored, 4)
     with pytest.raises(InputError, match="stored zero point of 15") as caught:
-        form.unpack(layout, packed)
+        layout_format.unpack(layout, packed)
     assert caught.value.tensor == "m.qzeros"
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_different_zero_points_in_symmetric_files_are_refused(key):
-    form, layout, packed, _ = written(key, "int4:g32:sym")
+    layout_format, layout, packed, _ = written(key, "int4:g32:sym")
     packed["m.qzeros"][0, 0] ^= 1
     with pytest.raises(InputError, match="zero points differ") as caught:
-        form.unpack(layout, packed)
+        layout_format.unpack(layout, packed)
     assert caught.value.tensor == "m.qzeros"
 
 
 def test_compressed_tensors_refuses_a_contradicting_weight_shape():
-    form, layout, packed, _ = written("compressed-tensors", "int4:row:sym", (32, 60))
-    assert form.unpack(layout, packed).shape == (32, 60)
+    layout_format, layout, packed, _ = written("compressed-tensors", "int4:row:sym", (32, 60))
+    assert layout_format.unpack(layout, packed).shape == (32, 60)
     for shape in ([32, 64 + 8], [31, 60], [32, 0], [32, -60]):
         wrong = packed | {"m.weight_shape": torch.tensor(shape)}
         with pytest.raises(InputError, match="weight_shape"):
-            form.unpack(layout, wrong)
+            layout_format.unpack(layout, wrong)
 
 
 def gptq_config(**values):
@@ -120,17 +128,17 @@ def gptq_config(**values):
     ],
 )
 def test_gptq_refuses_configurations_contradicting_the_headers(values, message):
-    form, _, packed, _ = written("gptq", "int4:g32:sym")
-    assert len(form.find_layouts(gptq_config(), tensor_headers(packed))) == 1
+    layout_format, _, packed, _ = written("gptq", "int4:g32:sym")
+    assert len(layout_format.find_layouts(gptq_config(), tensor_headers(packed))) == 1
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        form.find_layouts(gptq_config(**values), tensor_headers(packed))
+        layout_format.find_layouts(gptq_config(**values), tensor_headers(packed))
 
 
 def test_gptq_rules_override_a_module():
-    form, _, packed, tensor = written("gptq", "int8:row:sym")
+    layout_format, _, packed, tensor = written("gptq", "int8:row:sym")
     rules = {"-:other": {}, r"+:m$": {"bits": 8, "group_size": -1}}
-    (layout,) = form.find_layouts(gptq_config(dynamic=rules), tensor_headers(packed))
-    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+    (layout,) = layout_format.find_layouts(gptq_config(dynamic=rules), tensor_headers(packed))
+    assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +146,11 @@ def test_gptq_rules_override_a_module():
     [{"version": "gemv"}, {"version": "gemm", "bits": 3}, {"version": "GEMM", "group_size": "x"}],
 )
 def test_awq_refuses_other_layouts(values):
-    form, _, packed, _ = written("awq", "int4:g32:asym")
+    layout_format, _, packed, _ = written("awq", "int4:g32:asym")
     base = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
-    assert form.find_layouts({"quantization_config": base}, tensor_headers(packed))
+    assert layout_format.find_layouts({"quantization_config": base}, tensor_headers(packed))
     with pytest.raises(InputError, match="AWQ with version"):
-        form.find_layouts({"quantization_config": base | values}, tensor_headers(packed))
+        layout_format.find_layouts({"quantization_config": base | values}, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
@@ -164,18 +172,18 @@ def test_awq_refuses_other_layouts(values):
     ],
 )
 def test_compressed_tensors_refuses_other_configurations(group, message):
-    form, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
-    found = {
+    layout_format, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
+    declaration = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"g": group},
     }
     with pytest.raises(InputError, match=message):
-        form.find_layouts({"quantization_config": found}, tensor_headers(packed))
+        layout_format.find_layouts({"quantization_config": declaration}, tensor_headers(packed))
 
 
 def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
-    form, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
+    layout_format, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
     right = {"num_bits": 4, "group_size": 32, "strategy": "group"}
     wrong = {"num_bits": 8, "group_size": 16, "strategy": "group"}
     for better, worse in (("m", "re:m"), ("re:.*", "Linear"), ("m", "Linear")):
@@ -183,62 +191,66 @@ def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
             "a": {"targets": [worse], "weights": wrong},
             "b": {"targets": [better], "weights": right},
         }
-        found = {
+        declaration = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "config_groups": groups,
         }
-        (layout,) = form.find_layouts({"quantization_config": found}, tensor_headers(packed))
+        (layout,) = layout_format.find_layouts(
+            {"quantization_config": declaration}, tensor_headers(packed)
+        )
         assert str(layout.scheme) == "int4:g32:sym:f16"
 
 
 def test_desc_act_groups_are_read_but_not_stored():
-    form, layout, packed, tensor = written("gptq", "int4:g32:asym")
+    layout_format, layout, packed, tensor = written("gptq", "int4:g32:asym")
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     index = torch.empty(64, dtype=torch.int32)
     index[order] = torch.arange(64, dtype=torch.int32) // 32
-    read = form.unpack(layout, packed | {"m.g_idx": index})
+    read = layout_format.unpack(layout, packed | {"m.g_idx": index})
     expected = (
         tensor.codes.float() - tensor.parameters["zeros"][:, index.long()].float()
     ) * tensor.parameters["scales"][:, index.long()].float()
     assert torch.equal(decoded(read), expected)
     assert read.scheme == Scheme("int4", PerGroup(1), Zero.INT, tensor.scheme.scale)
-    assert "desc_act" in form.check_layer(LayerScheme(read.scheme), (32, 64)).reason
+    assert "desc_act" in layout_format.check_layer(LayerScheme(read.scheme), (32, 64)).reason
     for wrong in (-1, 2):
         index[3] = wrong
         with pytest.raises(InputError, match="group number"):
-            form.unpack(layout, packed | {"m.g_idx": index})
+            layout_format.unpack(layout, packed | {"m.g_idx": index})
 
 
 def test_gptq_files_without_g_idx_have_consecutive_groups():
-    form, _, packed, tensor = written("gptq", "int4:g32:sym")
+    layout_format, _, packed, tensor = written("gptq", "int4:g32:sym")
     del packed["m.g_idx"]
-    (layout,) = form.find_layouts(gptq_config(), tensor_headers(packed))
-    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+    (layout,) = layout_format.find_layouts(gptq_config(), tensor_headers(packed))
+    assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
 
 
 @pytest.mark.parametrize("strategy", ["channel", None])
 @pytest.mark.parametrize("size", [None, -1])
 def test_compressed_tensors_spellings_of_one_scale_per_row(strategy, size):
-    form, _, packed, tensor = written("compressed-tensors", "int4:row:sym")
+    layout_format, _, packed, tensor = written("compressed-tensors", "int4:row:sym")
     weights = {"num_bits": 4, "strategy": strategy, "group_size": size}
-    found = {
+    declaration = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
     }
-    (layout,) = form.find_layouts({"quantization_config": found}, tensor_headers(packed))
+    (layout,) = layout_format.find_layouts(
+        {"quantization_config": declaration}, tensor_headers(packed)
+    )
     assert str(layout.scheme) == "int4:row:sym:f16"
-    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+    assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
 
 
 def test_compressed_tensors_refuses_transform_config():
-    form, _, packed, _ = written("compressed-tensors", "int4:row:sym")
-    found = {
+    layout_format, _, packed, _ = written("compressed-tensors", "int4:row:sym")
+    declaration = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
         "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
     }
     with pytest.raises(InputError, match="transform_config"):
-        form.find_layouts({"quantization_config": found}, tensor_headers(packed))
+        layout_format.find_layouts({"quantization_config": declaration}, tensor_headers(packed))

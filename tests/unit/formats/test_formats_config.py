@@ -22,7 +22,7 @@ ATTENTION = "model.layers.{}.self_attn.o_proj.weight"
 MLP = "model.layers.{}.mlp.down_proj.weight"
 
 
-def model(form, schemes, head="lm_head.weight"):
+def model(format_key, schemes, head="lm_head.weight"):
     """Two blocks of two linears each; a scheme of None keeps the linear."""
     names = [(name.format(block), block) for block in (0, 1) for name in (ATTENTION, MLP)]
     tensors = [kept_plan("model.embed_tokens.weight", (64, 128))]
@@ -30,15 +30,17 @@ def model(form, schemes, head="lm_head.weight"):
         tensors.append(
             kept_plan(name, (128, 128), block)
             if scheme is None
-            else quantized_plan(form, name, scheme, (128, 128), block)
+            else quantized_plan(format_key, name, scheme, (128, 128), block)
         )
     tensors += [kept_plan("model.norm.weight", (128,))]
     return tensors + ([kept_plan(head, (64, 128))] if head else [])
 
 
 def written(key, schemes, source=SOURCE, head="lm_head.weight"):
-    form = load_format(key)
-    files = form.side_files(plan_of(form, model(form, schemes, head)), source)
+    layout_format = load_format(key)
+    files = layout_format.side_files(
+        plan_of(layout_format, model(layout_format, schemes, head)), source
+    )
     return {name: json.loads(data) for name, data in files.items()}
 
 
@@ -77,10 +79,10 @@ def test_a_single_scheme_targets_linear():
 
 
 def test_several_schemes_target_names_and_ignore_kept_layers():
-    found = quantization(
+    declaration = quantization(
         "compressed-tensors", ["int4:g32:sym", "int8:row:asym", None, "int8:row:asym"]
     )
-    groups = found["config_groups"]
+    groups = declaration["config_groups"]
     assert [group["targets"] for group in groups.values()] == [
         ["model.layers.0.self_attn.o_proj"],
         ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"],
@@ -88,13 +90,13 @@ def test_several_schemes_target_names_and_ignore_kept_layers():
     assert groups["group_1"]["weights"] == {
         "num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel",
     }  # fmt: skip
-    assert found["ignore"] == ["lm_head", "model.layers.1.self_attn.o_proj"]
+    assert declaration["ignore"] == ["lm_head", "model.layers.1.self_attn.o_proj"]
 
 
 @pytest.mark.parametrize("key", ["compressed-tensors", "awq"])
 def test_a_tied_head_is_listed_as_unquantized(key):
-    found = quantization(key, ["int4:g32:sym", None] * 2, head=None)
-    listed = found["ignore" if key == "compressed-tensors" else "modules_to_not_convert"]
+    declaration = quantization(key, ["int4:g32:sym", None] * 2, head=None)
+    listed = declaration["ignore" if key == "compressed-tensors" else "modules_to_not_convert"]
     assert listed == ["lm_head", *(f"model.layers.{block}.mlp.down_proj" for block in (0, 1))]
 
 
@@ -103,10 +105,10 @@ def test_a_quantized_head_unties_the_model():
     schemes = ["int4:g32:sym"] * 4
     config = written("compressed-tensors", schemes, source)["config.json"]
     assert config["tie_word_embeddings"] is True
-    form = load_format("compressed-tensors")
-    head = quantized_plan(form, "lm_head.weight", "int8:g32:sym", (64, 128), -1)
-    plan = plan_of(form, [*model(form, schemes, None), head])
-    config = json.loads(form.side_files(plan, source)["config.json"])
+    layout_format = load_format("compressed-tensors")
+    head = quantized_plan(layout_format, "lm_head.weight", "int8:g32:sym", (64, 128), -1)
+    plan = plan_of(layout_format, [*model(layout_format, schemes, None), head])
+    config = json.loads(layout_format.side_files(plan, source)["config.json"])
     assert config["tie_word_embeddings"] is False
     assert config["text_config"]["tie_word_embeddings"] is False
     assert config["quantization_config"]["ignore"] == []
@@ -114,10 +116,10 @@ def test_a_quantized_head_unties_the_model():
 
 def test_a_quantized_head_is_targeted_by_name():
     """SGLang reads a head that only the class targets as unquantized."""
-    form = load_format("compressed-tensors")
-    head = quantized_plan(form, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
-    plan = plan_of(form, [*model(form, ["int4:g32:sym"] * 4, None), head])
-    config = json.loads(form.side_files(plan, SOURCE)["config.json"])
+    layout_format = load_format("compressed-tensors")
+    head = quantized_plan(layout_format, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
+    plan = plan_of(layout_format, [*model(layout_format, ["int4:g32:sym"] * 4, None), head])
+    config = json.loads(layout_format.side_files(plan, SOURCE)["config.json"])
     groups = config["quantization_config"]["config_groups"]
     assert [group["targets"] for group in groups.values()] == [["Linear", "lm_head"]]
 
@@ -152,28 +154,28 @@ def test_gptq_states_rows_and_zero_points():
 
 
 def test_gptq_lists_skipped_layers_in_both_keys():
-    found = quantization("gptq", ["int4:g32:sym", None] * 2)
-    assert found["modules_in_block_to_quantize"] == [["self_attn.o_proj"]]
+    declaration = quantization("gptq", ["int4:g32:sym", None] * 2)
+    assert declaration["modules_in_block_to_quantize"] == [["self_attn.o_proj"]]
     for block in (0, 1):
         name = f"model.layers.{block}.mlp.down_proj"
-        hits = [rule for rule in found["dynamic"] if re.match(rule.removeprefix("-:"), name)]
+        hits = [rule for rule in declaration["dynamic"] if re.match(rule.removeprefix("-:"), name)]
         assert len(hits) == 1
         assert hits[0].startswith("-:")
         assert re.match(hits[0][2:], f"transformer.{name}")
     for other in ("model.layers.10.mlp.down_proj", "xmodel.layers.0.mlp.down_proj"):
-        assert not any(re.match(rule[2:], other) for rule in found["dynamic"])
+        assert not any(re.match(rule[2:], other) for rule in declaration["dynamic"])
 
 
 def test_gptq_uses_full_names_when_blocks_differ():
-    found = quantization("gptq", ["int4:g32:sym", "int4:g32:sym", None, "int4:g32:sym"])
-    assert found["modules_in_block_to_quantize"] == [
+    declaration = quantization("gptq", ["int4:g32:sym", "int4:g32:sym", None, "int4:g32:sym"])
+    assert declaration["modules_in_block_to_quantize"] == [
         [
             "model.layers.0.self_attn.o_proj",
             "model.layers.0.mlp.down_proj",
             "model.layers.1.mlp.down_proj",
         ]
     ]
-    assert list(found["dynamic"]) == [r"-:(.*\.)?model\.layers\.1\.self_attn\.o_proj$"]
+    assert list(declaration["dynamic"]) == [r"-:(.*\.)?model\.layers\.1\.self_attn\.o_proj$"]
 
 
 def test_awq_lists_kept_modules_besides_the_head():
@@ -193,23 +195,25 @@ def test_awq_lists_kept_modules_besides_the_head():
 @pytest.mark.parametrize("stacked", [True, False])
 def test_unquantized_mixtures_are_listed_by_module(key, stacked):
     """vLLM asks for ``experts``: a part of it in AWQ, by ``re.match`` in GPTQ."""
-    form, mixture = load_format(key), "model.layers.{}.mlp.experts".format
+    layout_format, mixture = load_format(key), "model.layers.{}.mlp.experts".format
     names = ["down_proj"] if stacked else ["0.down_proj.weight", "1.down_proj.weight"]
     shape = (2, 128, 128) if stacked else (128, 128)
     tensors = [
-        quantized_plan(form, ATTENTION.format(0), "int4:g32:sym", (128, 128), 0),
+        quantized_plan(layout_format, ATTENTION.format(0), "int4:g32:sym", (128, 128), 0),
         *(kept_plan(f"{mixture(0)}.{name}", shape, 0) for name in names),
-        quantized_plan(form, f"{mixture(1)}.0.down_proj.weight", "int4:g32:sym", (128, 128), 1),
+        quantized_plan(
+            layout_format, f"{mixture(1)}.0.down_proj.weight", "int4:g32:sym", (128, 128), 1
+        ),
         kept_plan(f"{mixture(1)}.1.down_proj.weight", (128, 128), 1),
         kept_plan("lm_head.weight", (64, 128)),
     ]
-    files = form.side_files(plan_of(form, tensors), SOURCE)
-    found = json.loads(files["config.json"])["quantization_config"]
+    files = layout_format.side_files(plan_of(layout_format, tensors), SOURCE)
+    declaration = json.loads(files["config.json"])["quantization_config"]
 
     def left_out(module):
         if key == "awq":
-            return any(name in module for name in found["modules_to_not_convert"])
-        return any(re.match(rule.removeprefix("-:"), module) for rule in found["dynamic"])
+            return any(name in module for name in declaration["modules_to_not_convert"])
+        return any(re.match(rule.removeprefix("-:"), module) for rule in declaration["dynamic"])
 
     assert left_out(mixture(0))
     assert not left_out(mixture(1))
@@ -219,7 +223,7 @@ def test_unquantized_mixtures_are_listed_by_module(key, stacked):
 
 @each_value(
     (
-        "key, place",
+        "key, list_key",
         [
             ("compressed-tensors", "ignore"),
             ("fp8", "modules_to_not_convert"),
@@ -234,21 +238,23 @@ def test_unquantized_mixtures_are_listed_by_module(key, stacked):
         ],
     ),
 )
-def test_unquantized_expert_stacks_are_listed_for_engines(key, place, stacks, mixture):
+def test_unquantized_expert_stacks_are_listed_for_engines(key, list_key, stacks, mixture):
     """vLLM holds them as ``experts``; of compressed-tensors it asks for parts of the first, which no file has."""
-    form = load_format(key)
+    layout_format = load_format(key)
     scheme = {"compressed-tensors": "int4:g32:sym", "fp8": "fp8:128x128", "bnb": "nf4:g64"}[key]
     tensors = [
-        quantized_plan(form, ATTENTION.format(0), scheme, (128, 128), 0),
+        quantized_plan(layout_format, ATTENTION.format(0), scheme, (128, 128), 0),
         *(kept_plan(f"model.layers.0.{name}", (4, 128, 128), 0) for name in stacks),
         kept_plan("model.layers.0.mixer.conv1d.weight", (4, 1, 3), 0),
         kept_plan("lm_head.weight", (64, 128)),
     ]
-    files = form.side_files(plan_of(form, tensors), SOURCE | {"num_local_experts": 4})
-    named = json.loads(files["config.json"])["quantization_config"][place]
+    files = layout_format.side_files(
+        plan_of(layout_format, tensors), SOURCE | {"num_local_experts": 4}
+    )
+    named = json.loads(files["config.json"])["quantization_config"][list_key]
     parts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-    asked = [f"{mixture}.0.{part}" for part in parts] if key == "compressed-tensors" else []
-    expected = {f"model.layers.0.{name}" for name in (mixture, *asked)}
+    expert_parts = [f"{mixture}.0.{part}" for part in parts] if key == "compressed-tensors" else []
+    expected = {f"model.layers.0.{name}" for name in (mixture, *expert_parts)}
     assert set(named) == {"lm_head"} | expected
 
 
@@ -261,8 +267,10 @@ def test_gemma2_keeps_bfloat16_in_half_precision_formats(key):
 
 def test_config_dtype_defaults_to_the_tensor_dtype():
     source = {key: value for key, value in SOURCE.items() if key != "torch_dtype"}
-    for stated in ({}, {"dtype": "auto"}, {"dtype": "torch.bfloat16"}):
-        config = written("compressed-tensors", ["int4:g32:sym"] * 4, source | stated)["config.json"]
+    for declared in ({}, {"dtype": "auto"}, {"dtype": "torch.bfloat16"}):
+        config = written("compressed-tensors", ["int4:g32:sym"] * 4, source | declared)[
+            "config.json"
+        ]
         assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
@@ -283,9 +291,9 @@ def test_formats_refuse_plans_without_quantized_layers(key):
 
 
 def test_config_bytes_are_stable_utf8():
-    form = load_format("awq")
-    plan = plan_of(form, model(form, ["int4:g32:asym"] * 4))
-    files = [form.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]
+    layout_format = load_format("awq")
+    plan = plan_of(layout_format, model(layout_format, ["int4:g32:asym"] * 4))
+    files = [layout_format.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]
     assert files[0] == files[1]
     assert files[0].startswith('{\n  "name": "höhe",\n'.encode())
     assert files[0].endswith(b"}\n")

@@ -40,18 +40,20 @@ INPUTS = {"bnb-int8": Activation("int8", "token", True, 6.0), "fp8": Activation(
 
 def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     """The format of a case, a configuration that is right, and the headers of one packed module and a plain head."""
-    form = load_format(case.partition("-")[0])
+    layout_format = load_format(case.partition("-")[0])
     scheme = parse(GRIDS[case])
-    scheme = scheme.with_scale(form.default_scale_type("BF16"))
+    scheme = scheme.with_scale(layout_format.default_scale_type("BF16"))
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     parameters = get_packer(scheme).fit(weight, scheme)
     codes = get_packer(scheme).encode(weight, parameters, scheme)
-    packed = form.pack(MODULE, QuantizedTensor(codes, parameters, scheme, INPUTS.get(case)))
+    packed = layout_format.pack(
+        MODULE, QuantizedTensor(codes, parameters, scheme, INPUTS.get(case))
+    )
     headers = tensor_headers(packed) | {
         "lm_head.weight": StoredTensor("lm_head.weight", "BF16", (64, 256))
     }
     key = "quantization" if case.startswith("mlx") else "quantization_config"
-    return form, {**MODEL, key: deepcopy(CONFIGS[case])}, headers
+    return layout_format, {**MODEL, key: deepcopy(CONFIGS[case])}, headers
 
 
 WRONG = [
@@ -89,29 +91,29 @@ WRONG = [
 def test_configurations_contradicting_the_tensors_are_refused(
     case: str, values: dict[str, object], message: str
 ) -> None:
-    form, config, headers = _file(case)
-    assert [layout.module for layout in form.find_layouts(config, headers)] == [MODULE]
+    layout_format, config, headers = _file(case)
+    assert [layout.module for layout in layout_format.find_layouts(config, headers)] == [MODULE]
     (key,) = config.keys() - MODEL.keys()
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        form.find_layouts({**config, key: {**config[key], **values}}, headers)
+        layout_format.find_layouts({**config, key: {**config[key], **values}}, headers)
 
 
 @pytest.mark.parametrize("storage", ["uint8", "int8", "float16", "bfloat16", "float32", "float64"])
 def test_bitsandbytes_storage_dtypes_are_read(storage: str) -> None:
-    form, scheme, weight = load_format("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
+    layout_format, scheme, weight = load_format("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     parameters = get_packer(scheme).fit(matrix, scheme)
     tensor = QuantizedTensor(
         get_packer(scheme).encode(matrix, parameters, scheme), parameters, scheme
     )
-    packed = form.pack(MODULE, tensor)
+    packed = layout_format.pack(MODULE, tensor)
     packed[weight] = packed[weight].view(-1).view(getattr(torch, storage)).unsqueeze(1)
-    said = CONFIGS["bnb"] | {"bnb_4bit_quant_storage": storage}
+    declaration = CONFIGS["bnb"] | {"bnb_4bit_quant_storage": storage}
     state = f"{MODULE}.weight.quant_state.bitsandbytes__nf4"
     headers = tensor_headers(packed)
     headers[state] = replace(headers[state], data=bytes(packed[state].tolist()))
-    (layout,) = form.find_layouts({**MODEL, "quantization_config": said}, headers)
-    assert same(form.unpack(layout, packed), tensor)
+    (layout,) = layout_format.find_layouts({**MODEL, "quantization_config": declaration}, headers)
+    assert same(layout_format.unpack(layout, packed), tensor)
 
 
 Q = f"{MODULE}."
@@ -128,60 +130,64 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, str], str, str]] = [
 def test_format_errors_name_cause_and_hint(
     case: str, values: dict[str, Any], edits: dict[str, str], cause: str, hint: str
 ) -> None:
-    form, config, headers = _file(case)
+    layout_format, config, headers = _file(case)
     for name, new in edits.items():
-        found = headers.pop(name)
+        header = headers.pop(name)
         if new.startswith(MODULE):
-            headers[new] = replace(found, name=new)
+            headers[new] = replace(header, name=new)
         elif new:
-            headers[name] = replace(found, dtype=new)
-    said = {**config, "quantization_config": config["quantization_config"] | values}
+            headers[name] = replace(header, dtype=new)
+    declaration = {**config, "quantization_config": config["quantization_config"] | values}
     with pytest.raises(InputError) as refused:
-        form.find_layouts(said, headers)
+        layout_format.find_layouts(declaration, headers)
     assert cause in refused.value.message
     assert hint in refused.value.hint
 
 
 def test_per_tensor_fp8_is_read_after_following_the_hint() -> None:
-    form, config, headers = _file("fp8")
+    layout_format, config, headers = _file("fp8")
     name = f"{MODULE}.weight_scale_inv"
     headers[name] = replace(headers[name], shape=())
-    said = {k: v for k, v in CONFIGS["fp8"].items() if k != "weight_block_size"}
+    declaration = {k: v for k, v in CONFIGS["fp8"].items() if k != "weight_block_size"}
     with pytest.raises(InputError, match="no weight_block_size") as refused:
-        form.find_layouts({**config, "quantization_config": said}, headers)
+        layout_format.find_layouts({**config, "quantization_config": declaration}, headers)
     assert '"weight_block_size": null' in refused.value.hint
-    said["weight_block_size"] = None
-    assert form.find_layouts({**config, "quantization_config": said}, headers)
+    declaration["weight_block_size"] = None
+    assert layout_format.find_layouts({**config, "quantization_config": declaration}, headers)
 
 
-@pytest.mark.parametrize("said", [{"checkpoint_format": "marlin"}, {"is_marlin_format": True}])
-def test_marlin_gptq_layout_is_refused_by_name(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "declaration", [{"checkpoint_format": "marlin"}, {"is_marlin_format": True}]
+)
+def test_marlin_gptq_layout_is_refused_by_name(declaration: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="checkpoint_format = 'marlin'") as refused:
-        detect_format({"quantization_config": CONFIGS["gptq"] | said})
+        detect_format({"quantization_config": CONFIGS["gptq"] | declaration})
     assert "gptq_v2" in refused.value.hint
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_missing_or_null_options_are_accepted(case: str) -> None:
-    form, config, headers = _file(case)
+    layout_format, config, headers = _file(case)
     (key,) = config.keys() - MODEL.keys()
     options = ("lm_head", "pack_dtype", "fmt", "bnb_4bit_quant_storage", "llm_int8_skip_modules")
     unsaid = (
         {**config[key], **dict.fromkeys(options)} if not case.startswith("mlx") else config[key]
     )
-    assert len(form.find_layouts({**config, key: unsaid}, headers)) == 1
+    assert len(layout_format.find_layouts({**config, key: unsaid}, headers)) == 1
 
 
 def test_mlx_declarations_must_be_identical() -> None:
-    form, config, headers = _file("mlx")
+    layout_format, config, headers = _file("mlx")
     both = config | {"quantization_config": config["quantization"]}
-    assert len(form.find_layouts(both, headers)) == 1
+    assert len(layout_format.find_layouts(both, headers)) == 1
     with pytest.raises(InputError, match="quantization differs from quantization_config"):
-        form.find_layouts(config | {"quantization_config": {"bits": 8, "group_size": 64}}, headers)
+        layout_format.find_layouts(
+            config | {"quantization_config": {"bits": 8, "group_size": 64}}, headers
+        )
 
 
 def test_a_packed_head_that_the_configuration_denies_is_refused() -> None:
-    form, config, headers = _file("gptq")
+    layout_format, config, headers = _file("gptq")
     head = {
         name.replace(MODULE, "lm_head"): tensor
         for name, tensor in headers.items()
@@ -191,6 +197,6 @@ def test_a_packed_head_that_the_configuration_denies_is_refused() -> None:
         name: StoredTensor(name, tensor.dtype, tensor.shape) for name, tensor in head.items()
     }
     with pytest.raises(InputError, match="lm_head = False, but lm_head is packed"):
-        form.find_layouts(config, packed)
+        layout_format.find_layouts(config, packed)
     config["quantization_config"]["lm_head"] = True
-    assert len(form.find_layouts(config, packed)) == 2
+    assert len(layout_format.find_layouts(config, packed)) == 2

@@ -25,7 +25,7 @@ def with_scales(tensor, scales):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "wanted", "verdict"),
+    ("scheme", "target", "verdict"),
     [
         ("int4:g64:sym:f16", "int4:g64:sym:f16", Verdict.EXACT),
         ("int4:g64:sym:f16", "int4:g64:asym:f32", Verdict.EXACT),
@@ -40,8 +40,8 @@ def with_scales(tensor, scales):
         ("int4:g64:sym:f16", "int8:g64:sym:f16", Verdict.IMPOSSIBLE),
     ],
 )
-def test_verdicts_from_schemes_alone(scheme, wanted, verdict):
-    fit = compare_schemes(parse(scheme), parse(wanted), SHAPE)
+def test_verdicts_from_schemes_alone(scheme, target, verdict):
+    fit = compare_schemes(parse(scheme), parse(target), SHAPE)
     assert fit.verdict is verdict
     assert (fit.reason == "") is (verdict is Verdict.EXACT)
 
@@ -73,42 +73,42 @@ def test_zero_points_below_the_minimum_depend_on_values():
 )
 def test_conversions_are_exact_or_refused_with_a_reason(scheme, scale, key, model_dtype, seed):
     target, source = load_format(key), parse(f"{scheme}:{scale}")
-    fit, wanted = scheme_in_format(source, SHAPE, target, model_dtype)
+    fit, target_scheme = scheme_in_format(source, SHAPE, target, model_dtype)
     assert fit.verdict in {Verdict.EXACT, Verdict.DEPENDS_ON_VALUES}
     tensor = random_tensor(source, SHAPE, seed)
-    found = compare_values(tensor, wanted, target.MIN_ZERO_POINT)
+    value_fit = compare_values(tensor, target_scheme, target.MIN_ZERO_POINT)
     if fit.verdict is Verdict.EXACT:
-        assert found.verdict is Verdict.EXACT
-    if found.verdict is not Verdict.EXACT:
-        assert found.reason
+        assert value_fit.verdict is Verdict.EXACT
+    if value_fit.verdict is not Verdict.EXACT:
+        assert value_fit.reason
         with pytest.raises(RefusedError):
-            convert(tensor, wanted, target.MIN_ZERO_POINT)
+            convert(tensor, target_scheme, target.MIN_ZERO_POINT)
         return
-    restated = convert(tensor, wanted, target.MIN_ZERO_POINT)
-    assert restated.scheme == wanted
-    assert restated.parameters["scales"].dtype == DTYPES[wanted.scale]
-    assert restated.parameters["scales"].shape == wanted.parameter_shape(SHAPE)
+    restated = convert(tensor, target_scheme, target.MIN_ZERO_POINT)
+    assert restated.scheme == target_scheme
+    assert restated.parameters["scales"].dtype == DTYPES[target_scheme.scale]
+    assert restated.parameters["scales"].shape == target_scheme.parameter_shape(SHAPE)
     assert torch.equal(decoded(restated), decoded(tensor))
     packed = target.pack("m", restated)
-    layout = ModuleLayout("m", LayerScheme(wanted), SHAPE, tuple(packed))
+    layout = ModuleLayout("m", LayerScheme(target_scheme), SHAPE, tuple(packed))
     assert torch.equal(decoded(target.unpack(layout, packed)), decoded(tensor))
 
 
 def test_scales_convert_if_every_value_is_representable():
-    source, wanted = parse("int4:g64:sym:f16"), parse("int4:g64:sym:bf16")
+    source, target_scheme = parse("int4:g64:sym:f16"), parse("int4:g64:sym:bf16")
     tensor = random_tensor(source, SHAPE)
-    fit = compare_values(tensor, wanted)
+    fit = compare_values(tensor, target_scheme)
     assert fit.verdict is Verdict.INEXACT
     assert "scales are not bf16 numbers" in fit.reason
     with pytest.raises(RefusedError) as caught:
-        convert(tensor, wanted)
+        convert(tensor, target_scheme)
     assert "--allow-inexact" in caught.value.hint
-    rounded = convert(tensor, wanted, allow_inexact=True)
+    rounded = convert(tensor, target_scheme, allow_inexact=True)
     assert torch.equal(rounded.parameters["scales"], tensor.parameters["scales"].bfloat16())
     assert torch.equal(rounded.codes, tensor.codes)
     powers = with_scales(tensor, torch.full((32, 4), 2.0**-7, dtype=torch.float16))
-    assert compare_values(powers, wanted).verdict is Verdict.EXACT
-    assert torch.equal(decoded(convert(powers, wanted)), decoded(powers))
+    assert compare_values(powers, target_scheme).verdict is Verdict.EXACT
+    assert torch.equal(decoded(convert(powers, target_scheme)), decoded(powers))
 
 
 @pytest.mark.parametrize("value", [1e5, 1e-9])
@@ -116,17 +116,20 @@ def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
     tensor = random_tensor("int4:g64:sym:bf16", SHAPE)
     scales = tensor.parameters["scales"].clone()
     scales[0, 0] = value
-    wanted = parse("int4:g64:sym:f16")
-    assert compare_values(with_scales(tensor, scales), wanted).verdict is Verdict.IMPOSSIBLE
+    target_scheme = parse("int4:g64:sym:f16")
+    assert compare_values(with_scales(tensor, scales), target_scheme).verdict is Verdict.IMPOSSIBLE
     with pytest.raises(RefusedError, match="outside of the range of f16"):
-        convert(with_scales(tensor, scales), wanted, allow_inexact=True)
+        convert(with_scales(tensor, scales), target_scheme, allow_inexact=True)
 
 
 def test_a_minimum_out_of_range_is_refused_even_if_inexact_is_allowed():
     tensor = random_tensor("int4:g64:sym:f16", SHAPE)
-    wanted, scales = parse("int4:g64:min:f16"), torch.full_like(tensor.parameters["scales"], 2e4)
+    target_scheme, scales = (
+        parse("int4:g64:min:f16"),
+        torch.full_like(tensor.parameters["scales"], 2e4),
+    )
     with pytest.raises(RefusedError, match=r"minimum of -1.6e.* outside of the range of f16"):
-        convert(with_scales(tensor, scales), wanted, allow_inexact=True)
+        convert(with_scales(tensor, scales), target_scheme, allow_inexact=True)
 
 
 @pytest.mark.parametrize("text", ["fp8:row:sym:f32", "nf4:g64:sym:double"])
@@ -135,27 +138,27 @@ def test_float_and_codebook_scales_round_only_if_allowed(text):
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     parameters = get_packer(scheme).fit(weight, scheme)
     codes = get_packer(scheme).encode(weight, parameters, scheme)
-    tensor, wanted = (
+    tensor, target_scheme = (
         QuantizedTensor(codes, parameters, scheme),
         replace(scheme, scale=ScaleType.BF16),
     )
-    fit = compare_values(tensor, wanted)
+    fit = compare_values(tensor, target_scheme)
     assert fit.verdict is Verdict.INEXACT
     with pytest.raises(RefusedError, match="scales are not bf16 numbers"):
-        convert(tensor, wanted)
-    found = convert(tensor, wanted, allow_inexact=True)
-    assert found.parameters["scales"].dtype is torch.bfloat16
+        convert(tensor, target_scheme)
+    converted = convert(tensor, target_scheme, allow_inexact=True)
+    assert converted.parameters["scales"].dtype is torch.bfloat16
     exact = convert(tensor, replace(scheme, scale=ScaleType.F32))
     assert torch.equal(exact.decode(), tensor.decode())
 
 
 def test_constant_zero_points_convert_to_a_symmetric_grid():
     source = parse("int4:g64:asym:f16")
-    wanted = parse("int4:g64:sym:f16")
+    target_scheme = parse("int4:g64:sym:f16")
     tensor = random_tensor(source, SHAPE)
-    assert compare_values(tensor, wanted).verdict is Verdict.IMPOSSIBLE
+    assert compare_values(tensor, target_scheme).verdict is Verdict.IMPOSSIBLE
     tensor.parameters["zeros"].fill_(8)
-    restated = convert(tensor, wanted)
+    restated = convert(tensor, target_scheme)
     assert restated.codes.dtype == torch.int8
     assert set(restated.parameters) == {"scales"}
     assert torch.equal(decoded(restated), decoded(tensor))
@@ -179,14 +182,16 @@ def test_zero_scale_groups_convert_to_minima_and_back(key):
     scheme = parse("int4:g64:sym:f16")
     tensor = random_tensor(scheme, SHAPE)
     tensor.codes[3, 64:128], tensor.parameters["scales"][3, 1] = 0, 0
-    found = tensor
+    converted = tensor
     for name in ("mlx", key):
-        form = load_format(name)
-        wanted = form.stored_scheme(scheme, SHAPE)
-        packed = form.pack("m", convert(found, wanted, form.MIN_ZERO_POINT))
-        layout = ModuleLayout("m", LayerScheme(wanted), SHAPE, tuple(packed))
-        found = form.unpack(layout, packed)
-        assert torch.equal(found.decode(), tensor.decode())
+        layout_format = load_format(name)
+        target_scheme = layout_format.stored_scheme(scheme, SHAPE)
+        packed = layout_format.pack(
+            "m", convert(converted, target_scheme, layout_format.MIN_ZERO_POINT)
+        )
+        layout = ModuleLayout("m", LayerScheme(target_scheme), SHAPE, tuple(packed))
+        converted = layout_format.unpack(layout, packed)
+        assert torch.equal(converted.decode(), tensor.decode())
 
 
 def test_converting_to_the_same_scheme_does_not_copy():

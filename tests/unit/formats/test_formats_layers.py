@@ -31,40 +31,43 @@ SCHEMES = st.builds(
 )
 
 
-def stored_config(form, scheme, shape):
+def stored_config(format_key, scheme, shape):
     """The quantization that the format writes for a model of one layer."""
-    layer = quantized_plan(form, "model.layers.0.mlp.up_proj.weight", scheme, shape, 0)
+    layer = quantized_plan(format_key, "model.layers.0.mlp.up_proj.weight", scheme, shape, 0)
     head = kept_plan("lm_head.weight", (8, 8))
-    return json.loads(form.side_files(plan_of(form, [layer, head]), {})["config.json"])
+    return json.loads(format_key.side_files(plan_of(format_key, [layer, head]), {})["config.json"])
 
 
 @pytest.mark.parametrize("key", INTEGER_FORMATS)
 @settings(max_examples=60, deadline=None)
 @given(scheme=SCHEMES, rows=st.integers(1, 10), columns=st.integers(1, 4), seed=st.integers(0, 99))
 def test_packed_layers_match_announced_tensors_and_round_trip(key, scheme, rows, columns, seed):
-    form, wanted, shape = load_format(key), parse(scheme), (rows * 8, columns * 96)
-    layer = LayerScheme(wanted)
-    fit = form.check_layer(layer, shape)
+    layout_format, target_scheme, shape = load_format(key), parse(scheme), (rows * 8, columns * 96)
+    layer = LayerScheme(target_scheme)
+    fit = layout_format.check_layer(layer, shape)
     if fit.verdict is Verdict.IMPOSSIBLE:
         assert fit.reason
         return
-    tensor = random_tensor(wanted, shape, seed, least_zero=form.MIN_ZERO_POINT)
+    tensor = random_tensor(target_scheme, shape, seed, least_zero=layout_format.MIN_ZERO_POINT)
     name = "model.layers.0.mlp.up_proj"
-    packed = form.pack(name, tensor)
-    announced = {item.name: item for item in form.packed_tensors(name, layer, shape)}
+    packed = layout_format.pack(name, tensor)
+    announced = {item.name: item for item in layout_format.packed_tensors(name, layer, shape)}
     assert tensor_headers(packed) == announced
     assert sum(item.nbytes for item in announced.values()) == sum(t.nbytes for t in packed.values())
-    config = stored_config(form, scheme, shape)
-    found = detect_format(config)
-    assert key == found.KEY
-    (layout,) = form.find_layouts(config, announced)
-    assert (layout.module, layout.scheme.weight) == (name, form.stored_scheme(wanted, shape))
+    config = stored_config(layout_format, scheme, shape)
+    detected = detect_format(config)
+    assert key == detected.KEY
+    (layout,) = layout_format.find_layouts(config, announced)
+    assert (layout.module, layout.scheme.weight) == (
+        name,
+        layout_format.stored_scheme(target_scheme, shape),
+    )
     assert set(layout.tensor_names) == set(announced)
-    read = form.unpack(layout, packed)
+    read = layout_format.unpack(layout, packed)
     assert torch.equal(decoded(read), decoded(tensor))
     assert read.shape == shape
-    assert same(form.unpack(layout, form.pack(name, read)), read)
-    if wanted == form.stored_scheme(wanted, shape):
+    assert same(layout_format.unpack(layout, layout_format.pack(name, read)), read)
+    if target_scheme == layout_format.stored_scheme(target_scheme, shape):
         assert same(read, tensor)
 
 
@@ -93,14 +96,15 @@ def test_packed_layers_match_announced_tensors_and_round_trip(key, scheme, rows,
 def test_unsupported_layers_are_refused_with_reason_and_nearest(
     key, scheme, shape, reason, nearest
 ):
-    form = load_format(key)
-    fit = form.check_layer(LayerScheme(parse(scheme)), shape)
+    layout_format = load_format(key)
+    fit = layout_format.check_layer(LayerScheme(parse(scheme)), shape)
     assert fit.verdict is Verdict.IMPOSSIBLE
     assert reason in fit.reason
     assert fit.nearest == nearest
     if nearest:
         assert (
-            form.check_layer(LayerScheme(parse(nearest)), shape).verdict is not Verdict.IMPOSSIBLE
+            layout_format.check_layer(LayerScheme(parse(nearest)), shape).verdict
+            is not Verdict.IMPOSSIBLE
         )
 
 
@@ -130,14 +134,14 @@ def test_scale_types_follow_the_model_only_in_compressed_tensors():
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_gptq_and_awq_need_one_group_size_and_no_head(key):
-    form = load_format(key)
+    layout_format = load_format(key)
     layer, other = LayerScheme(parse("int4:g32:sym")), LayerScheme(parse("int4:g64:asym"))
     blocks = {"model.layers.0.a": (layer, (64, 64)), "model.layers.1.a": (layer, (64, 64))}
-    assert form.check_model(blocks).verdict is Verdict.EXACT
-    mixed = form.check_model(blocks | {"model.layers.1.b": (other, (64, 64))})
+    assert layout_format.check_model(blocks).verdict is Verdict.EXACT
+    mixed = layout_format.check_model(blocks | {"model.layers.1.b": (other, (64, 64))})
     assert mixed.verdict is Verdict.IMPOSSIBLE
     assert "compressed-tensors" in mixed.nearest
-    head = form.check_model(blocks | {"lm_head": (layer, (64, 64))})
+    head = layout_format.check_model(blocks | {"lm_head": (layer, (64, 64))})
     assert head.verdict is Verdict.IMPOSSIBLE
     assert "lm_head" in head.reason
 
@@ -161,8 +165,8 @@ def test_compressed_tensors_mixes_schemes():
     ],
 )
 def test_a_configuration_is_detected_as_one_format(config, key):
-    found = detect_format(config)
-    assert key == found.KEY
+    detected = detect_format(config)
+    assert key == detected.KEY
     assert [name for name in FORMATS if load_format(name).is_declared(config)] == [key]
 
 

@@ -23,22 +23,22 @@ def config(**changes):
 
 
 def headers(kind=kv_scales.TENSOR):
-    found = [
+    tensors = [
         item
         for block in range(2)
         for item in kv_scales.scale_tensors(f"model.layers.{block}.self_attn", kind, 2)
     ]
-    return {item.name: item for item in found}
+    return {item.name: item for item in tensors}
 
 
 @pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
 def test_announced_kv_scales_are_found(kind):
     stored = headers(kind)
-    stated = kv_scales.kv_cache_scheme(stored.values())
-    assert stated is not None
-    found = kv_scales.find_scales(config(**stated), stored)
-    assert (found.kind, found.tensor_names) == (kind, stored.keys())
-    assert found.names[1] == (
+    scheme = kv_scales.kv_cache_scheme(stored.values())
+    assert scheme is not None
+    scales = kv_scales.find_scales(config(**scheme), stored)
+    assert (scales.kind, scales.tensor_names) == (kind, stored.keys())
+    assert scales.names[1] == (
         "model.layers.1.self_attn.k_scale",
         "model.layers.1.self_attn.v_scale",
     )

@@ -60,38 +60,40 @@ def quantized(
 
 def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
     """A module of a format: the format, its configuration, its tensors, and what they were made of."""
-    form, layer = load_format(key), parse_layer(text)
-    tensor = quantized(layer, form.default_scale_type("BF16"), shape)
+    layout_format, layer = load_format(key), parse_layer(text)
+    tensor = quantized(layer, layout_format.default_scale_type("BF16"), shape)
     layer = LayerScheme(tensor.scheme, layer.input)
-    stored = form.packed_tensors(MODULE, layer, shape)
+    stored = layout_format.packed_tensors(MODULE, layer, shape)
     plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
-    packed = form.pack(MODULE, tensor)
-    files = form.side_files(plan_of(form, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG)
+    packed = layout_format.pack(MODULE, tensor)
+    files = layout_format.side_files(
+        plan_of(layout_format, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG
+    )
     assert {item.name: item for item in stored} == tensor_headers(packed)
-    return form, json.loads(files["config.json"]), packed, tensor
+    return layout_format, json.loads(files["config.json"]), packed, tensor
 
 
-def read(form, config, packed):
+def read(format_key, config, packed):
     """Read every module of a file; that none is found counts as an error."""
-    layouts = form.find_layouts(config, tensor_headers(packed))
+    layouts = format_key.find_layouts(config, tensor_headers(packed))
     if not layouts:
         raise InputError(f"{MODULE}: no module is left")
-    return [form.unpack(layout, packed) for layout in layouts]
+    return [format_key.unpack(layout, packed) for layout in layouts]
 
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_packed_low_precision_modules_round_trip(key, text):
-    form, config, packed, tensor = written(key, text)
-    assert form.is_declared(config)
-    (layout,) = form.find_layouts(config, tensor_headers(packed))
+    layout_format, config, packed, tensor = written(key, text)
+    assert layout_format.is_declared(config)
+    (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     assert set(layout.tensor_names) == packed.keys()
-    found = form.unpack(layout, packed)
+    unpacked = layout_format.unpack(layout, packed)
     if key == "bnb" and tensor.scheme.integer:  # the range is stored, 127 times the scale
-        tensor = replace(tensor, parameters=found.parameters)
-        assert (found.decode() - tensor.decode()).abs().max() == 0
-    assert same(found, tensor) or torch.equal(found.decode(), tensor.decode())
-    assert found.input == tensor.input
-    assert torch.equal(found.decode(), tensor.decode())
+        tensor = replace(tensor, parameters=unpacked.parameters)
+        assert (unpacked.decode() - tensor.decode()).abs().max() == 0
+    assert same(unpacked, tensor) or torch.equal(unpacked.decode(), tensor.decode())
+    assert unpacked.input == tensor.input
+    assert torch.equal(unpacked.decode(), tensor.decode())
 
 
 KINDS = [
@@ -115,38 +117,40 @@ def test_odd_shapes_round_trip_or_are_refused(kinds, data, tmp_path_factory):
     text = data.draw(st.sampled_from(texts))
     size = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 160, 1090]))
     shape = (data.draw(size), data.draw(size))
-    layer, form = parse_layer(text), load_format(key)
-    layer = LayerScheme(layer.weight.with_scale(form.default_scale_type("BF16")), layer.input)
-    if form.check_layer(layer, shape).verdict is Verdict.IMPOSSIBLE:
+    layer, layout_format = parse_layer(text), load_format(key)
+    layer = LayerScheme(
+        layer.weight.with_scale(layout_format.default_scale_type("BF16")), layer.input
+    )
+    if layout_format.check_layer(layer, shape).verdict is Verdict.IMPOSSIBLE:
         return
-    form, config, packed, tensor = written(key, text, shape)
+    layout_format, config, packed, tensor = written(key, text, shape)
     config |= {"model_type": "of no known family"}
     file = tmp_path_factory.mktemp("odd") / "model.safetensors"
     save_file({name: value.contiguous() for name, value in packed.items()}, file)
     headers = {name: entry.to_stored_tensor() for name, entry in read_header(file).items()}
-    (layout,) = form.find_layouts(config, headers)
+    (layout,) = layout_format.find_layouts(config, headers)
     assert layout.shape == shape
-    assert torch.equal(form.unpack(layout, packed).decode(), tensor.decode())
+    assert torch.equal(layout_format.unpack(layout, packed).decode(), tensor.decode())
 
 
 def test_a_recorded_shape_contradicting_tensors_is_refused(tmp_path):
-    form, config, packed, _ = written("compressed-tensors", "int4:row", (6, 30))
+    layout_format, config, packed, _ = written("compressed-tensors", "int4:row", (6, 30))
     file = tmp_path / "model.safetensors"
     for wrong in ([6, 33], [6, 24], [7, 30], [6, -1], [6, 2**62]):
         save_file(packed | {f"{MODULE}.weight_shape": torch.tensor(wrong)}, file)
         headers = {name: entry.to_stored_tensor() for name, entry in read_header(file).items()}
         with pytest.raises(InputError, match=f"weight_shape: {wrong[0]}x{wrong[1]}, but"):
-            form.find_layouts(config, headers)
+            layout_format.find_layouts(config, headers)
 
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_a_missing_tensor_is_named(key, text):
-    form, config, packed, _ = written(key, text)
-    (layout,) = form.find_layouts(config, tensor_headers(packed))
+    layout_format, config, packed, _ = written(key, text)
+    (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     for name in packed:
         rest = {other: value for other, value in packed.items() if other != name}
         with pytest.raises(InputError) as caught:
-            read(form, config, rest)
+            read(layout_format, config, rest)
         assert MODULE in caught.value.message
     assert layout.shape == SHAPE
 
@@ -162,35 +166,35 @@ def test_a_missing_tensor_is_named(key, text):
     ],
 )
 def test_codes_without_scales_are_refused(key, text, name, message):
-    form, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = written(key, text)
     del packed[f"{MODULE}.{name}"]
     with pytest.raises(InputError, match=message):
-        form.find_layouts(config, tensor_headers(packed))
+        layout_format.find_layouts(config, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
     ("key", "text"), [("compressed-tensors", "fp8:128x128"), ("fp8", "FP8_BLOCK")]
 )
 def test_scales_of_unexpected_shape_are_refused(key, text):
-    form, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = written(key, text)
     name = next(name for name in packed if "scale" in name)
     packed[name] = packed[name][:1]
     with pytest.raises(InputError, match=name):
-        form.find_layouts(config, tensor_headers(packed))
+        layout_format.find_layouts(config, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
     ("key", "text"), [*WRITTEN[:3], ("fp8", "FP8_BLOCK"), ("compressed-tensors", "fp8:row")]
 )
 def test_infinite_scales_are_refused(key, text):
-    form, config, packed, _ = written(key, text)
-    (layout,) = form.find_layouts(config, tensor_headers(packed))
+    layout_format, config, packed, _ = written(key, text)
+    (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     name = next((name for name in packed if "nested_absmax" in name), None)
     name = name or next(name for name in packed if "absmax" in name or "scale" in name)
     packed[name] = packed[name].clone()
     packed[name].view(-1)[0] = float("inf")
     with pytest.raises(InputError, match="scale inf"):
-        form.unpack(layout, packed)
+        layout_format.unpack(layout, packed)
 
 
 @pytest.mark.parametrize(
@@ -204,24 +208,24 @@ def test_infinite_scales_are_refused(key, text):
     ],
 )
 def test_biases_and_global_scales_are_checked(key, text, name, value, message):
-    form, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = written(key, text)
     name = f"{MODULE}.{name}"
     packed[name] = packed[name].clone()
     packed[name].view(-1)[0] = value
     with pytest.raises(InputError, match=message) as caught:
-        read(form, config, packed)
+        read(layout_format, config, packed)
     assert caught.value.tensor == name
 
 
 def test_a_config_group_contradicting_tensors_is_refused():
-    form, config, packed, _ = written("compressed-tensors", "fp8:row")
+    layout_format, config, packed, _ = written("compressed-tensors", "fp8:row")
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
     with pytest.raises(InputError, match="weight_scale"):
-        form.find_layouts(config, tensor_headers(packed))
+        layout_format.find_layouts(config, tensor_headers(packed))
     group["weights"] = {"num_bits": 8, "type": "int", "strategy": "channel"}
     with pytest.raises(InputError):
-        form.find_layouts(config, tensor_headers(packed))
+        layout_format.find_layouts(config, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
@@ -233,16 +237,16 @@ def test_a_config_group_contradicting_tensors_is_refused():
     ],
 )
 def test_a_skip_list_without_the_head_is_refused(key, text, skip):
-    form, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = written(key, text)
     assert config["quantization_config"][skip] == ["lm_head"]
     head = tensor_headers({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
-    assert form.find_layouts(config, tensor_headers(packed) | head)
+    assert layout_format.find_layouts(config, tensor_headers(packed) | head)
     for known in (None, []):  # engines then find the head by themselves
         config["quantization_config"][skip] = known
-        assert form.find_layouts(config, tensor_headers(packed) | head)
+        assert layout_format.find_layouts(config, tensor_headers(packed) | head)
     config["quantization_config"][skip] = ["o_proj"]
     with pytest.raises(InputError, match="lm_head"):
-        form.find_layouts(config, tensor_headers(packed) | head)
+        layout_format.find_layouts(config, tensor_headers(packed) | head)
 
 
 @pytest.mark.parametrize("method", ["hqq", "", 7, None])
@@ -270,19 +274,19 @@ def test_scales_that_overflow_their_type_are_refused(text, scale):
 def test_vanishing_scales_are_clamped_with_an_event(text):
     scheme = parse(text)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 1e-12
-    found = rtn.round_matrices(
+    rounded = rtn.round_matrices(
         {"m": weight}, Statistics(), {"m": scheme}, Rounding(scales="absmax")
     )
-    decoded = found["m"].tensor.decode()
+    decoded = rounded["m"].tensor.decode()
     assert bool(decoded.isfinite().all())
     lost = bool((~decoded.any(1)).any())
-    assert [event.kind for event in found["m"].events] == (["scale-clamped"] if lost else [])
+    assert [event.kind for event in rounded["m"].events] == (["scale-clamped"] if lost else [])
     assert lost
 
 
 def test_bitsandbytes_quant_state_is_checked():
-    form, config, packed, _ = written("bnb", "nf4:g64:sym:double")
-    (layout,) = form.find_layouts(config, tensor_headers(packed))
+    layout_format, config, packed, _ = written("bnb", "nf4:g64:sym:double")
+    (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     name = next(name for name in packed if "quant_state" in name)
     state = json.loads(bytes(packed[name].tolist()))
     assert list(state) == ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
@@ -291,16 +295,16 @@ def test_bitsandbytes_quant_state_is_checked():
     for text in (*(json.dumps(state | change) for change in wrong), "{", "[]"):
         packed[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
         with pytest.raises(InputError, match="quant_state"):
-            form.unpack(layout, packed)
+            layout_format.unpack(layout, packed)
 
 
 @pytest.mark.parametrize("columns", [[4, 256, -1], [9, 4, -1], [4, -1, 9], [4, 4, -1]])
 def test_outlier_columns_must_be_ascending(columns):
-    form, config, packed, _ = written("bnb", "LLM_INT8")
-    (layout,) = form.find_layouts(config, tensor_headers(packed))
+    layout_format, config, packed, _ = written("bnb", "LLM_INT8")
+    (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     packed[f"{MODULE}.outlier_columns"][:3] = torch.tensor(columns)
     with pytest.raises(InputError, match="outlier_columns"):
-        form.unpack(layout, packed)
+        layout_format.unpack(layout, packed)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +315,7 @@ def test_outlier_columns_must_be_ascending(columns):
     ],
 )  # fmt: skip
 def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
-    form, config, packed, _ = written("bnb", "nf4")
+    layout_format, config, packed, _ = written("bnb", "nf4")
     (state,) = [name for name in packed if "quant_state" in name]
     text = bytes(packed[state].tolist()).replace(b"[256, 256]", recorded.encode())
     packed[state] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -320,9 +324,9 @@ def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
     config |= {"model_type": family}
     if message:
         with pytest.raises(InputError, match=message):
-            form.find_layouts(config, headers)
+            layout_format.find_layouts(config, headers)
         return
-    (layout,) = form.find_layouts(config, headers)
+    (layout,) = layout_format.find_layouts(config, headers)
     assert layout.shape == SHAPE
 
 
@@ -348,7 +352,7 @@ def test_unsupported_schemes_are_refused_with_the_nearest(key, text, reason):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "reason"),
+    ("first", "other", "reason"),
     [
         ("nf4", "nf4", ""), ("nf4", "nf4:g64:sym:f32", ""),
         ("nf4", "fp4", "not fp4 with scales of f32, nf4 with scales of f32"),
@@ -356,8 +360,8 @@ def test_unsupported_schemes_are_refused_with_the_nearest(key, text, reason):
         ("LLM_INT8", "int8:row:sym+int8:token:dynamic", "not 0, 6"), ("LLM_INT8", "int8:row:sym", ""),
     ],
 )  # fmt: skip
-def test_bitsandbytes_models_have_one_type_and_threshold(one, other, reason):
-    layers = {f"model.layers.0.{text}": (parse_layer(text), SHAPE) for text in (one, other)}
+def test_bitsandbytes_models_have_one_type_and_threshold(first, other, reason):
+    layers = {f"model.layers.0.{text}": (parse_layer(text), SHAPE) for text in (first, other)}
     fit = load_format("bnb").check_model(layers)
     assert fit.verdict is (Verdict.IMPOSSIBLE if reason else Verdict.EXACT)
     assert reason in fit.reason
@@ -366,21 +370,21 @@ def test_bitsandbytes_models_have_one_type_and_threshold(one, other, reason):
 
 
 def test_mixed_precision_names_the_format_of_each_group():
-    form = load_format("compressed-tensors")
+    layout_format = load_format("compressed-tensors")
     plans = []
     for index, text in enumerate(("int4:g128:sym:bf16", "W8A8", "fp8:row")):
         layer = parse_layer(text)
         layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
         name = f"model.layers.{index}.mlp.up_proj"
-        stored = form.packed_tensors(name, layer, SHAPE)
+        stored = layout_format.packed_tensors(name, layer, SHAPE)
         plans.append(
             TensorPlan(f"{name}.weight", "BF16", SHAPE, Action.QUANTIZE, "", layer, stored, index)
         )
-    found = json.loads(form.side_files(plan_of(form, plans), CONFIG)["config.json"])[
-        "quantization_config"
-    ]
-    assert found["format"] == "mixed-precision"
-    groups = found["config_groups"].values()
+    declaration = json.loads(
+        layout_format.side_files(plan_of(layout_format, plans), CONFIG)["config.json"]
+    )["quantization_config"]
+    assert declaration["format"] == "mixed-precision"
+    groups = declaration["config_groups"].values()
     assert [group["format"] for group in groups] == [
         "pack-quantized",
         "int-quantized",
@@ -403,12 +407,12 @@ def test_configurations_validate_with_compressed_tensors():
 def test_compressed_tensors_decodes_the_same_weights(text):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    form, config, packed, tensor = written("compressed-tensors", text)
+    layout_format, config, packed, tensor = written("compressed-tensors", text)
     group = config["quantization_config"]["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme.model_validate(group)
     state = {name.removeprefix(f"{MODULE}."): value for name, value in packed.items()}
     compressor = compressors.BaseCompressor.get_value_from_registry(group["format"])
-    found = compressor.decompress(state, scheme)["weight"]
-    assert torch.equal(found.to(torch.bfloat16), tensor.decode(torch.bfloat16))
-    assert isinstance(form.unpack(ModuleLayout(MODULE, LayerScheme(tensor.scheme, tensor.input), SHAPE,
+    weight = compressor.decompress(state, scheme)["weight"]
+    assert torch.equal(weight.to(torch.bfloat16), tensor.decode(torch.bfloat16))
+    assert isinstance(layout_format.unpack(ModuleLayout(MODULE, LayerScheme(tensor.scheme, tensor.input), SHAPE,
                                                tuple(packed)), packed), QuantizedTensor)  # fmt: skip

@@ -41,25 +41,25 @@ def in_tiles(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def published(
-    model: Path, place: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, object]
+    model: Path, directory: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, object]
 ) -> Path:
     """Write a model with other tensors and a ``quantization_config``."""
-    shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(dict(tensors), place / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((place / "config.json").read_text())
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = dict(quantization)
-    (place / "config.json").write_text(json.dumps(config))
-    return place
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def stored(model: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
-def in_fp8(model: Path, place: Path, side: int = 128) -> Path:
+def in_fp8(model: Path, directory: Path, side: int = 128) -> Path:
     """Publish a model as DeepSeek does."""
     tensors = {}
     for name, value in stored(model).items():
@@ -68,7 +68,7 @@ def in_fp8(model: Path, place: Path, side: int = 128) -> Path:
         else:
             tensors[name] = value
     words = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [side] * 2}
-    return published(model, place, tensors, words)
+    return published(model, directory, tensors, words)
 
 
 def strips_agree(source: Checkpoint, name: str) -> None:
@@ -101,11 +101,11 @@ def test_fp8_tiles_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path, fam
 
 def test_an_fp8_source_is_quantized_verified_and_evaluated(tiny: Tiny, tmp_path: Path) -> None:
     model = in_fp8(tiny("llama-wide"), tmp_path / "m")
-    wanted = recipe("gptq", scheme="int4:g32:sym")
-    plan = api.plan(model, wanted)
+    requested_recipe = recipe("gptq", scheme="int4:g32:sym")
+    plan = api.plan(model, requested_recipe)
     assert "source precision: fp8 (128x128 tiles)" in plan.notes
     out = tmp_path / "q"
-    done = quantize(model, out, wanted)
+    done = quantize(model, out, requested_recipe)
     assert done.plan.tensors == plan.tensors
     assert {event.kind for event in done.events} <= {"few-calibration-tokens"}
     document = manifest.read_manifest(out)
@@ -113,9 +113,12 @@ def test_an_fp8_source_is_quantized_verified_and_evaluated(tiny: Tiny, tmp_path:
     assert document["source"]["precision"] == "fp8 (128x128 tiles)"
     assert verify(out, model).findings == []
     assert reproduce(out, model, Settings()).differing == ()
-    found = api.evaluate(model, [out], text="builtin", windows=2, length=32, speed=False)
-    assert [row["scheme"] for row in found.rows] == ["fp8 (128x128 tiles)", "int4:g32:sym:bf16"]
-    assert 0 < found.rows[1]["kl_mean"] < 0.2
+    evaluation = api.evaluate(model, [out], text="builtin", windows=2, length=32, speed=False)
+    assert [row["scheme"] for row in evaluation.rows] == [
+        "fp8 (128x128 tiles)",
+        "int4:g32:sym:bf16",
+    ]
+    assert 0 < evaluation.rows[1]["kl_mean"] < 0.2
 
 
 def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: Path) -> None:
@@ -127,10 +130,10 @@ def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: P
     )
     save_file({name: source.read(name) for name in source.entries}, plain / "model.safetensors")
     for method in ("rtn", "gptq"):
-        wanted = recipe(method, scheme="int4:g32:sym:f16")
-        results = [tmp_path / f"{method}-{place.name}" for place in (model, plain)]
-        for place, out in zip((model, plain), results, strict=True):
-            quantize(place, out, wanted)
+        requested_recipe = recipe(method, scheme="int4:g32:sym:f16")
+        results = [tmp_path / f"{method}-{source_path.name}" for source_path in (model, plain)]
+        for source_path, out in zip((model, plain), results, strict=True):
+            quantize(source_path, out, requested_recipe)
         first, second = map(stored, results)
         packed = [name for name in first if name.endswith(("weight_packed", "weight_scale"))]
         assert len(packed) == 2 * 21
@@ -196,7 +199,7 @@ LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LUT = torch.cat((LUT, -LUT))
 
 
-def in_mxfp4(model: Path, place: Path) -> Path:
+def in_mxfp4(model: Path, directory: Path) -> Path:
     """Publish a model as gpt-oss is: experts in blocks, everything else in bfloat16."""
     tensors = {}
     generator = torch.Generator().manual_seed(0)
@@ -216,7 +219,7 @@ def in_mxfp4(model: Path, place: Path) -> Path:
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
     }
-    return published(model, place, tensors, words)
+    return published(model, directory, tensors, words)
 
 
 def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path) -> None:
@@ -227,28 +230,28 @@ def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path)
     theirs = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     ).eval()
-    held = theirs.state_dict()
+    state_dict = theirs.state_dict()
     names = [name for name in source.entries if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(names) == 2 * 3
     for name in names:
-        assert source.entries[name].shape == tuple(held[name].shape)
-        assert torch.equal(source.read(name).bfloat16(), held[name]), name
+        assert source.entries[name].shape == tuple(state_dict[name].shape)
+        assert torch.equal(source.read(name).bfloat16(), state_dict[name]), name
         assert torch.equal(source.read_rows(name, 1, 3), source.read(name)[1:3])
     assert source.source_notes == {"precision": "mxfp4"}
     ids = torch.arange(24).view(1, -1)
     with torch.no_grad():
         expected = theirs.float()(ids).logits
-        found = load(source).model(ids).logits
+        logits = load(source).model(ids).logits
         again = load(model).model(ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(found, again)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits, again)
     out = tmp_path / "q"
     done = quantize(model, out, recipe("rtn", scheme="int8:g32:sym"))
     assert "source precision: mxfp4" in done.plan.notes
     assert verify(out, model).findings == []
     kept = recipe("rtn", scheme="int8:g32:sym", ignore=("*experts*",))
     quantize(model, tmp_path / "kept", kept)
-    assert torch.equal(stored(tmp_path / "kept")[names[0]], held[names[0]])
+    assert torch.equal(stored(tmp_path / "kept")[names[0]], state_dict[names[0]])
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_declarations_are_derived_from_decoded_sources(tiny: Tiny, tmp_path: Pat
     assert derived.document() == api.derive_declarations(model).document()
 
 
-def in_modelopt(model: Path, place: Path) -> tuple[Path, dict[str, Tensor]]:
+def in_modelopt(model: Path, directory: Path) -> tuple[Path, dict[str, Tensor]]:
     """Publish a model as Model Optimizer does, in several layouts; and the weights that its formula gives."""
     tensors, expected = {}, {}
     generator = torch.Generator().manual_seed(0)
@@ -333,7 +336,7 @@ def in_modelopt(model: Path, place: Path) -> tuple[Path, dict[str, Tensor]]:
         else:
             tensors[name] = value
     return published(
-        model, place, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        model, directory, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     ), expected
 
 
@@ -408,14 +411,14 @@ def test_compressed_tensors_models_are_valid_sources(
     source = open_plain_source(model)
     assert source.source_notes == {"precision": words}
     assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
-    form = detect_format(open_model(model).config)
+    format_key = detect_format(open_model(model).config)
     for name in source.entries:
         assert source.entries[name].dtype == "BF16"
         assert torch.equal(source.read(name).float(), expected.read(name).float())
         strips_agree(source, name)
     for name, (rows, _) in quantized_weight_readers(open_model(model)).items():
         whole = {part: open_model(model).read(part) for part in rows.layout.tensor_names}
-        assert torch.equal(source.read(name), form.unpack(rows.layout, whole).decode()), name
+        assert torch.equal(source.read(name), format_key.unpack(rows.layout, whole).decode()), name
     done = quantize(model, tmp_path / "q", recipe(scheme="int8:g32:sym"))
     assert f"source precision: {words}" in done.plan.notes
     assert verify(tmp_path / "q", model).findings == []

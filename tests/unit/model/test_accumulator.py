@@ -13,7 +13,7 @@ def test_rows_with_zero_weight_skip_products_but_count_tokens(monkeypatch):
     original = accumulator.addmm_
     monkeypatch.setattr(accumulator, "addmm_", lambda *given: products.append(original(*given)))
     rows = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    weights = [torch.full((8,), float(place == 1)) for place in range(4)]
+    weights = [torch.full((8,), float(index == 1)) for index in range(4)]
     total, alone = (accumulator.Accumulator({Statistic.HESSIAN}) for _ in range(2))
     for first in (0, 2):  # the second two rows have none at all
         for job in total.addition_jobs(rows[first : first + 2], weights[first : first + 2]):
@@ -21,7 +21,7 @@ def test_rows_with_zero_weight_skip_products_but_count_tokens(monkeypatch):
     count = len(products)
     for job in alone.addition_jobs(rows[1:2], weights[1:2]):
         job()
-    found, expected = total.result(), alone.result()
+    result, expected = total.result(), alone.result()
     assert len(products) == 2 * count
-    assert torch.equal(found.hessian, expected.hessian)
-    assert found.tokens == 32
+    assert torch.equal(result.hessian, expected.hessian)
+    assert result.tokens == 32

@@ -28,12 +28,12 @@ class Block(nn.Module):
     def forward(
         self, states: Tensor, history: Tensor, chosen: Any, shared: UserDict[int, Tensor]
     ) -> Any:
-        found = self.linear(states) + history.sum(0) + sum(shared.values(), torch.zeros(1))
+        output = self.linear(states) + history.sum(0) + sum(shared.values(), torch.zeros(1))
         if chosen is not None:
-            found = found * chosen
+            output = output * chosen
         if self.index == 1:
-            shared[self.index] = found.mean(-1, keepdim=True)
-        return found, found.argmax(-1, keepdim=True) + 1
+            shared[self.index] = output.mean(-1, keepdim=True)
+        return output, output.argmax(-1, keepdim=True) + 1
 
 
 class Model(nn.Module):
@@ -87,17 +87,21 @@ def test_replayed_block_inputs_equal_the_model(tmp_path: Path, on_disk: bool) ->
             store = InMemory(ROWS, LENGTH, HIDDEN)
             store.write(0, states)
             replay.reread_states[index] = store
-    found = [replay.run_end(row, states[row : row + 1], model) for row in range(ROWS)]
-    torch.testing.assert_close(torch.cat(found), expected)
+    ends = [replay.run_end(row, states[row : row + 1], model) for row in range(ROWS)]
+    torch.testing.assert_close(torch.cat(ends), expected)
     assert replay.needs_earlier_outputs
-    held = [leaf for kept in replay._outputs_by_row.values() for leaf in tree_leaves(tuple(kept))]
-    assert len(held) == ROWS * 2
-    assert [isinstance(leaf, Tensor) for leaf in held] == [not on_disk] * len(held)
+    stored_leaves = [
+        leaf for kept in replay._outputs_by_row.values() for leaf in tree_leaves(tuple(kept))
+    ]
+    assert len(stored_leaves) == ROWS * 2
+    assert [isinstance(leaf, Tensor) for leaf in stored_leaves] == [not on_disk] * len(
+        stored_leaves
+    )
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
 def test_equal_trees_compares_lengths_and_keys():
-    one = torch.ones(2)
-    assert equal_trees((one, {"a": one}), (one.clone(), {"a": one}))
-    assert not equal_trees((one, {"a": one}), (one, {"a": one, "b": one}))
-    assert not equal_trees([one, one], [one])
+    tensor = torch.ones(2)
+    assert equal_trees((tensor, {"a": tensor}), (tensor.clone(), {"a": tensor}))
+    assert not equal_trees((tensor, {"a": tensor}), (tensor, {"a": tensor, "b": tensor}))
+    assert not equal_trees([tensor, tensor], [tensor])

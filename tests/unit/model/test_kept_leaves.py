@@ -23,13 +23,13 @@ def test_stored_leaves_keep_dtypes_and_shapes(tmp_path: Path, on_disk: bool) -> 
         [torch.randn(3, 2).bfloat16(), None, "word", 7],
     )
     kept = leaves.put(given)
-    found = tree_map(leaves.load, kept)
-    for one, other in zip(tree_leaves(given), tree_leaves(found), strict=True):
-        if isinstance(one, Tensor):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            assert torch.equal(one, other)
+    loaded = tree_map(leaves.load, kept)
+    for expected, other in zip(tree_leaves(given), tree_leaves(loaded), strict=True):
+        if isinstance(expected, Tensor):
+            assert (expected.dtype, expected.shape) == (other.dtype, other.shape)
+            assert torch.equal(expected, other)
         else:
-            assert one == other
+            assert expected == other
     leaves.close()
 
 

@@ -37,9 +37,9 @@ def test_sliding_and_full_layers_compute_like_transformers(
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     with torch.inference_mode():
         torch.testing.assert_close(own(ids).logits, peer(ids).logits, rtol=1e-4, atol=1e-5)
-        found = torch.cat([hidden for _, hidden in final_hidden(own, ids)])
-        wanted = peer.model(ids).last_hidden_state[:, :-1]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        states = torch.cat([hidden for _, hidden in final_hidden(own, ids)])
+        expected = peer.model(ids).last_hidden_state[:, :-1]
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", one_of_each(FAMILIES))
@@ -100,8 +100,8 @@ def test_configurations_transformers_cannot_run_are_input_errors(
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"cannot run this llama configuration.*sliding_window"):
         load(model).model(torch.tensor([[1, 2]]))
-    (found,) = [item for item in verify(model).findings if item.check == "logits"]
-    assert "sliding_window" in found.detail
+    (finding,) = [item for item in verify(model).findings if item.check == "logits"]
+    assert "sliding_window" in finding.detail
 
 
 def test_errors_of_hooks_are_not_rewritten(tiny: Tiny) -> None:

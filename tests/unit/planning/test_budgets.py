@@ -22,7 +22,7 @@ from quantforge.planning.allocation import (
 def groups_of(sizes):
     return st.lists(
         st.lists(st.tuples(sizes, st.floats(0, 10)), min_size=1, max_size=4).map(
-            lambda found: [Option(f"s{i}", size, nats) for i, (size, nats) in enumerate(found)]
+            lambda pairs: [Option(f"s{i}", size, nats) for i, (size, nats) in enumerate(pairs)]
         ),
         min_size=1,
         max_size=4,
@@ -36,34 +36,36 @@ def nbytes(point):
 @settings(max_examples=200, deadline=None)
 @given(groups_of(st.integers(1, 60)), st.floats(0, 1))
 def test_knapsack_is_optimal_among_hull_options(groups, share):
-    least = sum(min(one.nbytes for one in options) for options in groups)
-    most = sum(max(one.nbytes for one in options) for options in groups)
+    least = sum(min(item.nbytes for item in options) for options in groups)
+    most = sum(max(item.nbytes for item in options) for options in groups)
     room = least + int(share * (most - least))
-    found = solve_knapsack(groups, room)
-    assert nbytes(found) <= room
-    assert all(one in options for one, options in zip(found.chosen, groups, strict=True))
+    mixture = solve_knapsack(groups, room)
+    assert nbytes(mixture) <= room
+    assert all(item in options for item, options in zip(mixture.chosen, groups, strict=True))
     choices = [make_mixture(chosen) for chosen in itertools.product(*groups)]
     # Options that a mixture of two others beats are no candidates: only within the hull is it the best.
-    hull = [one for one in choices if _on_hulls(one, groups) and nbytes(one) <= room]
-    assert found.nats == pytest.approx(min(one.nats for one in hull))
+    hull = [item for item in choices if _on_hulls(item, groups) and nbytes(item) <= room]
+    assert mixture.nats == pytest.approx(min(item.nats for item in hull))
 
 
 def _on_hulls(point, groups):
-    return all(_extreme(one, options) for one, options in zip(point.chosen, groups, strict=True))
+    return all(
+        _extreme(option, options) for option, options in zip(point.chosen, groups, strict=True)
+    )
 
 
-def _extreme(one, options):
+def _extreme(option, options):
     """Whether some price of a byte makes an option the best of its group."""
-    others = [other for other in options if other is not one]
+    others = [other for other in options if other is not option]
     prices = [0.0, 1e9] + [
-        (one.nats - other.nats) / (other.nbytes - one.nbytes) * factor
+        (option.nats - other.nats) / (other.nbytes - option.nbytes) * factor
         for other in others
-        if other.nbytes != one.nbytes
+        if other.nbytes != option.nbytes
         for factor in (1 - 1e-9, 1.0, 1 + 1e-9)
     ]
     return any(
         all(
-            one.nats + price * one.nbytes <= other.nats + price * other.nbytes + 1e-9
+            option.nats + price * option.nbytes <= other.nats + price * other.nbytes + 1e-9
             for other in others
         )
         for price in prices
@@ -78,8 +80,8 @@ def test_knapsack_fills_the_budget_with_large_sizes():
         for group in range(64)
     ]
     room = 64 * 400_000_000
-    found = solve_knapsack(groups, room)
-    assert 0.995 * room <= nbytes(found) <= room
+    mixture = solve_knapsack(groups, room)
+    assert 0.995 * room <= nbytes(mixture) <= room
 
 
 def test_equal_losses_prefer_fewer_bytes():
@@ -106,11 +108,11 @@ def test_the_pareto_curve_is_monotonic():
 def test_rule_patterns_match_exactly_their_linears():
     names = [f"model.layers.{n}.mlp.{leaf}_proj" for n in range(12) for leaf in ("up", "down")]
     schemes = {name: "q4_k" for name in names if name[13] in "13" and "up" in name}
-    places = {
+    name_parts = {
         name: (r"model\.layers\.", name.split(".")[2], re.escape(name[name.index(".mlp") :]))
         for name in names
     }
-    rules = build_rule_patterns(schemes, places)
+    rules = build_rule_patterns(schemes, name_parts)
     assert len(rules) == 1
     pattern = rules[0][0].removeprefix("re:")
     assert {name for name in names if re.fullmatch(pattern, name)} == set(schemes)

@@ -85,13 +85,13 @@ def test_weight_bytes_of_a_7b_model(tmp_path, scheme, nominal):
     """The rule of thumb leaves out that it has 6.74e9 weights, and that embedding, head and scales have 16 bits."""
     model = headers.llama(tmp_path / "m", **LLAMA_2_7B)
     recipe = Recipe(method="rtn", scheme=scheme) if scheme else Recipe(format="plain")
-    found = capacity(model, Load(1), recipe=recipe)
+    estimate = capacity(model, Load(1), recipe=recipe)
     weights, outside = 6_738_415_616, 2 * 32_000 * 4096
     bits = {None: 16, "int8:row": 8, "int4:g128": 4 + 16 / 128}[scheme]
-    assert found.weights_bytes == pytest.approx(
+    assert estimate.weights_bytes == pytest.approx(
         (bits * (weights - outside) + 16 * outside) / 8, rel=1e-3
     )
-    assert 0.96 < found.weights_bytes / (nominal * GB) < 1.11
+    assert 0.96 < estimate.weights_bytes / (nominal * GB) < 1.11
 
 
 def test_a_13b_model_fits_24_gb_only_in_4_bits(tmp_path):
@@ -123,24 +123,24 @@ def test_the_default_context_is_limited_by_the_positions(tmp_path):
 
 def test_largest_batch_and_context_are_maximal(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
-    found = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
+    estimate = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
     card = Card(7.2 * GB, 0.0, 0.0, "")
-    row, room = found.on_card("", card), USABLE_MEMORY_SHARE * card.memory
+    row, room = estimate.on_card("", card), USABLE_MEMORY_SHARE * card.memory
     assert row.fits
     assert (
-        found.needed_bytes(batch=row.largest_batch)
+        estimate.needed_bytes(batch=row.largest_batch)
         <= room
-        < found.needed_bytes(batch=row.largest_batch + 1)
+        < estimate.needed_bytes(batch=row.largest_batch + 1)
     )
-    assert found.needed_bytes(context=row.largest_context) <= room
-    assert room < found.needed_bytes(context=row.largest_context + 1)
+    assert estimate.needed_bytes(context=row.largest_context) <= room
+    assert room < estimate.needed_bytes(context=row.largest_context + 1)
     assert (row.seconds_per_token, row.tokens_per_second, row.cost_per_million) == (None,) * 3
 
 
 def test_cost_per_million_tokens_follows_from_speed_and_price():
     traffic = WeightTraffic(1, 1, 1, 0, 0, 1.0, 1)
-    found = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1)
-    row = found.on_card("", Card(0.0, 2000.0 * found.step_bytes(), 0.0, ""), price=2.0)
+    estimate = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1)
+    row = estimate.on_card("", Card(0.0, 2000.0 * estimate.step_bytes(), 0.0, ""), price=2.0)
     assert row.tokens_per_second == pytest.approx(2000)
     assert row.cost_per_million == pytest.approx(2 / 7.2)  # 0.28
 
@@ -149,11 +149,11 @@ def test_step_time_follows_the_roofline_model(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
     card = CARDS["h100-sxm"]
     plain = Recipe(format="plain")
-    one = capacity(model, Load(4096), recipe=plain)
+    single = capacity(model, Load(4096), recipe=plain)
     read = 2 * (8_030_261_248 - 128_256 * 4096) + 4096 * 131_072  # of the embedding one row
-    assert one.step_bytes() == pytest.approx(read, rel=1e-3)
-    row = one.on_card("", card)
-    assert (row.limited_by, row.seconds_per_token) == ("bandwidth", one.step_bytes() / 3.35e12)
+    assert single.step_bytes() == pytest.approx(read, rel=1e-3)
+    row = single.on_card("", card)
+    assert (row.limited_by, row.seconds_per_token) == ("bandwidth", single.step_bytes() / 3.35e12)
     many = capacity(model, Load(64, 4096), recipe=plain)
     row = many.on_card("", card)
     assert row.limited_by == "compute"
@@ -164,8 +164,8 @@ def test_step_time_follows_the_roofline_model(tmp_path):
 @pytest.mark.parametrize("kind", [*WORDS, "k=int8,v=int4", "k=16bit,v=fp8"])
 def test_cache_size_equals_our_paged_cache(kind):
     shape = CacheShape(4, 2, 128, kind, torch.bfloat16)
-    held = PagedCache(shape, 1, PAGE_SIZE, torch.device("cpu"))
-    stores = [part for pair in held.layers for store in pair for part in store.tensors()]
+    paged_cache = PagedCache(shape, 1, PAGE_SIZE, torch.device("cpu"))
+    stores = [part for pair in paged_cache.layers for store in pair for part in store.tensors()]
     expected = cache(4, 8, 2, 128, kind)
     assert expected.token_bytes == shape.token_bytes
     assert expected.sequence_bytes(PAGE_SIZE) == sum(part.nbytes for part in stores)
@@ -187,14 +187,14 @@ def test_cache_size_equals_the_cache_of_transformers(family):
     model_type, values, _, _ = {**FAMILIES, **MIXTURES}[family]
     config = AutoConfig.for_model(model_type, **values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    held = DynamicCache(config=model.config)
+    dynamic_cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.arange(SEEN)[None], past_key_values=held, use_cache=True)
-    found = cache_size(
+        model(torch.arange(SEEN)[None], past_key_values=dynamic_cache, use_cache=True)
+    size = cache_size(
         model_layout(json.loads(json.dumps(config.to_dict(), default=str))),
         cache_row_bytes("16bit"),
     )
-    for layer, theirs in zip(found.layers, held.layers, strict=True):
+    for layer, theirs in zip(size.layers, dynamic_cache.layers, strict=True):
         # transformers holds a window without the token that comes next.
         tokens = min(SEEN, layer.window - 1) if layer.window else SEEN
         assert layer.fixed_bytes + tokens * layer.token_bytes == _bytes(theirs)
@@ -215,10 +215,10 @@ def test_layer_windows_match_transformers():
     from transformers import AutoConfig
     from transformers.cache_utils import DynamicCache
 
-    asked = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     seen = 0
     for name in sorted(declared_families().keys() - {"kimi_k2"}):  # which has no class of its own
-        for values in ({}, asked):
+        for values in ({}, sliding):
             default = AutoConfig.for_model(name).get_text_config(decoder=True)
             known = {key: value for key, value in values.items() if hasattr(default, key)}
             text = type(default)(**known)
@@ -226,13 +226,13 @@ def test_layer_windows_match_transformers():
                 getattr(layer, "sliding_window", 0) or 0
                 for layer in DynamicCache(config=text).layers
             ]
-            stated = text.to_dict()
+            declared = text.to_dict()
             rule = architecture_of({"model_type": name}).windows
-            assert list(rule.of_layers(stated, len(theirs))) == theirs, name
+            assert list(rule.of_layers(declared, len(theirs))) == theirs, name
             if name in STATES or (name == "smollm3" and values):
                 continue
-            unlisted = {key: value for key, value in stated.items() if key != "layer_types"}
-            if "sliding_window" not in values and stated.get("sliding_window") is None:
+            unlisted = {key: value for key, value in declared.items() if key != "layer_types"}
+            if "sliding_window" not in values and declared.get("sliding_window") is None:
                 unlisted.pop("sliding_window", None)
             assert list(rule.of_layers(unlisted, len(theirs))) == theirs, name
             seen += any(theirs)
@@ -260,11 +260,11 @@ def test_chunked_layers_follow_no_rope_layers():
 
 @pytest.mark.parametrize("model", ["models/demo", "models/demo-moe"])
 def test_planned_bytes_per_token_equal_the_runtime(model):
-    found = capacity(model, Load(1), recipe=Recipe(format="plain"))
+    estimate = capacity(model, Load(1), recipe=Recipe(format="plain"))
     loaded = api.load(model).model.to(torch.bfloat16)
-    assert found.traffic.step_bytes(1) == pytest.approx(bytes_per_token(loaded), rel=2e-3)
-    held = sum(value.nbytes for value in loaded.parameters())
-    assert found.weights_bytes == pytest.approx(held, rel=1e-3)
+    assert estimate.traffic.step_bytes(1) == pytest.approx(bytes_per_token(loaded), rel=2e-3)
+    parameter_bytes = sum(value.nbytes for value in loaded.parameters())
+    assert estimate.weights_bytes == pytest.approx(parameter_bytes, rel=1e-3)
 
 
 def test_step_bytes_grow_with_distinct_experts():

@@ -18,15 +18,15 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, form: str) -> None:
-    first, second = FORMS[form]
+@pytest.mark.parametrize("format_key", FORMS)
+def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, format_key: str) -> None:
+    first, second = FORMS[format_key]
 
     def given(layer: str, **values: object) -> str:
-        wanted = Recipe(
-            format=form, bits=4, calibration=CalibrationOptions(source="none"), **values
+        recipe = Recipe(
+            format=format_key, bits=4, calibration=CalibrationOptions(source="none"), **values
         )
-        tensors = api.plan(str(tiny("llama-wide")), wanted).tensors
+        tensors = api.plan(str(tiny("llama-wide")), recipe).tensors
         tensor = next(t for t in tensors if t.name.endswith(f"{layer}.weight"))
         return ":".join(str(tensor.scheme).split(":")[:3]) if tensor.scheme else tensor.action.value
 
@@ -43,4 +43,4 @@ def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, form: str) -> No
         assert given(layer, **{option: first}, ignore=(layer,)) == Action.KEEP
         assert given(layer, rules=(Rule("*", first),)) == given(layer)
     tied = given(QUERY, rules=(Rule(KEY, first),))
-    assert tied == (given(QUERY) if form == "gguf" else first)  # llama.cpp joins no matrices
+    assert tied == (given(QUERY) if format_key == "gguf" else first)  # llama.cpp joins no matrices

@@ -48,14 +48,14 @@ def made(
         }
     filled = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
     save_file(filled, folder / "model.safetensors", {"format": "pt"})
-    stated = {
+    settings = {
         "model_type": model_type,
         "hidden_size": H,
         "num_hidden_layers": 2,
         "vocab_size": 320,
         **config,
     }
-    (folder / "config.json").write_text(json.dumps(stated))
+    (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -174,13 +174,13 @@ def test_kept_experts_give_no_event_in_runs_and_exports(block, kept, tmp_path):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
     recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
     assert api.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
-    for number, form in enumerate(("gptq", "compressed-tensors")):  # the second of the first
+    for number, format_key in enumerate(("gptq", "compressed-tensors")):  # the second of the first
         source, out = tmp_path / "ab"[number], tmp_path / "bc"[number]
-        found = api.export(
-            str(source), Recipe(format=form), out, Settings(policy=Policy(strict=True))
+        outcome = api.export(
+            str(source), Recipe(format=format_key), out, Settings(policy=Policy(strict=True))
         )
-        assert found.events == ()
-        assert found.coverage.share == pytest.approx(4 / 16 if block is PER_EXPERT else 0.25)
+        assert outcome.events == ()
+        assert outcome.coverage.share == pytest.approx(4 / 16 if block is PER_EXPERT else 0.25)
 
 
 def test_small_expert_stacks_are_an_event_and_towers_named(tmp_path):
@@ -201,13 +201,13 @@ def test_small_expert_stacks_are_an_event_and_towers_named(tmp_path):
         f"model.sam.blocks.{i}.fc.weight": torch.ones(H, H, dtype=torch.bfloat16) for i in range(3)
     }
     save_file(tensors, tower / "model.safetensors", {"format": "pt"})
-    found = coverage(planned(tower).tensors)
-    assert (found.share, dict(found.kept), dict(found.outside_blocks)) == (
+    covered = coverage(planned(tower).tensors)
+    assert (covered.share, dict(covered.kept), dict(covered.outside_blocks)) == (
         1.0,
         {},
         {"model.sam.blocks": 3 * H * H * 2},
     )
-    assert str(found).endswith("; of other parts stay model.sam.blocks (24,576 bytes)")
+    assert str(covered).endswith("; of other parts stay model.sam.blocks (24,576 bytes)")
 
 
 def test_rules_for_routers_or_experts_are_refused_or_noted(tmp_path):
@@ -234,8 +234,8 @@ def test_unloadable_families_are_refused_for_their_engine(family, tmp_path, caps
     verdicts = {verdict.engine: verdict for verdict in planned(model).engines}
     assert not verdicts["transformers"].loads
     assert f"{family} does not load" in verdicts["transformers"].reason
-    asked = command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
-    assert (asked.code, family in asked.err) == (4, True)
+    result = command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
+    assert (result.code, family in result.err) == (4, True)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "falcon"])
@@ -255,17 +255,17 @@ def test_families_decoded_on_loading_need_one_scheme(family, tmp_path):
 
 def test_families_with_fused_loading_need_the_engine_option(tmp_path):
     model = made(tmp_path / "m", PER_EXPERT, "bailing_hybrid", num_experts=EXPERTS)
-    (said,) = (v for v in planned(model).engines if v.engine == "transformers")
-    assert (said.loads, "--for transformers" in said.reason) == (False, True)
+    (verdict,) = (v for v in planned(model).engines if v.engine == "transformers")
+    assert (verdict.loads, "--for transformers" in verdict.reason) == (False, True)
 
 
-@pytest.mark.parametrize(("block", "scheme", "form", "loads"), [
+@pytest.mark.parametrize(("block", "scheme", "format_key", "loads"), [
     (PER_EXPERT, "nf4", "bnb", False), (PER_EXPERT, "int8:row", "bnb", False), (STACKED, "nf4", "bnb", True),
     (PER_EXPERT, "int4:g32", "compressed-tensors", True),
 ])  # fmt: skip
-def test_engines_that_cannot_fuse_experts_do_not_load(block, scheme, form, loads, tmp_path):
+def test_engines_that_cannot_fuse_experts_do_not_load(block, scheme, format_key, loads, tmp_path):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
-    plan = api.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
+    plan = api.plan(str(model), Recipe(scheme=scheme, format=format_key, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")
     assert (verdict.loads is not False, "joins" in verdict.reason) == (loads, not loads)
 
@@ -283,15 +283,15 @@ def test_incomplete_or_extra_tensors_are_refused_by_name(family, config, tmp_pat
         api.quantize(str(model), recipe, tmp_path / "a", Settings())
         load(tmp_path / "a")
 
-    told = (
+    pattern = (
         r"(are in no file|have no place in the model), first: model\.|model\.\S+: not a tensor of"
     )
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=pattern):
         quantized_and_loaded()
 
 
 def test_coverage_names_large_tensors_outside_the_blocks(tiny):
-    said = str(coverage(planned(tiny("gemma4")).tensors))
-    assert "of other parts stay model.embed_tokens_per_layer (" in said
-    assert "embed_tokens (" not in said
+    text = str(coverage(planned(tiny("gemma4")).tensors))
+    assert "of other parts stay model.embed_tokens_per_layer (" in text
+    assert "embed_tokens (" not in text
     assert "of other parts" not in str(coverage(planned(tiny("llama")).tensors))

@@ -36,7 +36,7 @@ def test_equal_decisions_of_several_plans_are_merged(tiny: Tiny) -> None:
     other = make_plan(Recipe(method="rtn", scheme="int4:g32"), open_checkpoint(tiny("llama"))).plan
     chosen, *substitution_notes = decisions(plan)
     assert chosen.startswith("chosen: --method ")
-    assert all(said.startswith("substitution: ") for said in substitution_notes)
+    assert all(note.startswith("substitution: ") for note in substitution_notes)
     assert substitution_notes
     assert decisions_by_plan({"a": plan, "b": other})[0] == f"a: {chosen}"
     assert decisions_by_plan({"a": plan, "b": plan})[0] == f"all 2: {chosen}"
@@ -51,10 +51,10 @@ def test_a_release_reports_decisions(
 ) -> None:
     spec = tmp_path / "release.toml"
     spec.write_text(RELEASE.format(model=tiny("llama")))
-    said = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
-    assert said.code == 0, said.err
-    assert "all 2: chosen: calibration.samples = 32: --effort low" in said.err
-    assert "int3: substitution: " in said.err
+    result = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+    assert result.code == 0, result.err
+    assert "all 2: chosen: calibration.samples = 32: --effort low" in result.err
+    assert "int3: substitution: " in result.err
     if more:
         shown = command(capsys, "release", spec, "-o", tmp_path / "out", *more, "--json")
         first, second = json.loads(shown.out)["variants"]
@@ -66,9 +66,9 @@ def test_a_release_reports_decisions(
 
 
 def test_a_sweep_reports_decisions(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
-    said = command(
+    result = command(
         capsys, "sweep", tiny("llama"), "--over", "scheme=int4:g128,int3:g32", "--method", "rtn", "--format",
         "compressed-tensors", "-o", tmp_path / "out", "--windows", "1", "--window-length", "16", *ROWS,
     )  # fmt: skip
-    assert said.code == 0, said.err
-    assert "substitution: " in said.err.partition("variants")[0]
+    assert result.code == 0, result.err
+    assert "substitution: " in result.err.partition("variants")[0]

@@ -32,13 +32,15 @@ ONE_ROW = CalibrationOptions(samples=1)
 EVERYONE = CalibrationOptions(expert_tokens="all")
 
 
-def planned(tiny: Tiny, wanted: Recipe, family: str = "llama") -> Planned:
-    return make_plan(wanted, open_checkpoint(tiny(family)))
+def planned(tiny: Tiny, requested_recipe: Recipe, family: str = "llama") -> Planned:
+    return make_plan(requested_recipe, open_checkpoint(tiny(family)))
 
 
-def said(found: Planned) -> str:
+def said(planned_run: Planned) -> str:
     (note,) = (
-        note for note in found.plan.notes if "--effort" in note and "--method" not in note[:20]
+        note
+        for note in planned_run.plan.notes
+        if "--effort" in note and "--method" not in note[:20]
     )
     return note
 
@@ -50,17 +52,17 @@ def test_every_effort_level_has_settings() -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq", ""])
 def test_medium_effort_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
-    found = planned(tiny, Recipe(method=method, bits=4))
-    assert found.recipe == Recipe(
+    planned_run = planned(tiny, Recipe(method=method, bits=4))
+    assert planned_run.recipe == Recipe(
         method=method or "awq+gptq",
         bits=4,
-        format=found.recipe.format,
+        format=planned_run.recipe.format,
         guided_hessians=0,
         tune=1,
         calibration=CalibrationOptions(random_share=1 / 16),
     )
-    assert said(found) == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
-    assert planned(tiny, found.recipe).recipe == found.recipe
+    assert said(planned_run) == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
+    assert planned(tiny, planned_run.recipe).recipe == planned_run.recipe
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,9 @@ def test_medium_effort_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
 def test_medium_effort_does_not_tune_without_benefit(
     tiny: Tiny, family: str, choices: dict[str, Any]
 ) -> None:
-    found = planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
-    assert (found.recipe.guided_hessians, found.recipe.tune) == (0, 0)
-    assert not any("effort" in note for note in found.plan.notes)
+    planned_run = planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
+    assert (planned_run.recipe.guided_hessians, planned_run.recipe.tune) == (0, 0)
+    assert not any("effort" in note for note in planned_run.plan.notes)
 
 
 def test_medium_effort_does_not_tune_very_large_blocks(
@@ -91,19 +93,19 @@ def test_medium_effort_does_not_tune_very_large_blocks(
 
 
 def test_medium_effort_does_not_tune_derived_architectures(tiny: Tiny) -> None:
-    found = planned(tiny, Recipe(method="gptq", bits=4))
-    family = found.model_layout.architecture
+    planned_run = planned(tiny, Recipe(method="gptq", bits=4))
+    family = planned_run.model_layout.architecture
     assert family is not None
     derived = replace(
-        found.model_layout, architecture=replace(family, derivation=cast(Any, "found"))
+        planned_run.model_layout, architecture=replace(family, derivation=cast(Any, "found"))
     )
     words = ("gptq",)
     for model_layout, reason in (
-        (found.model_layout, ""),
+        (planned_run.model_layout, ""),
         (derived, "what blocks read was derived"),
     ):
-        asked = effort.EffortContext(words, found.plan.tensors, model_layout, frozenset())
-        assert effort._tuning_obstacle(Recipe(), asked) == reason
+        context = effort.EffortContext(words, planned_run.plan.tensors, model_layout, frozenset())
+        assert effort._tuning_obstacle(Recipe(), context) == reason
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +118,8 @@ def test_gguf_metadata_states_effort_settings(block: Path, tmp_path: Path) -> No
     few = replace(SHORT, samples=128)
     for level, rows in ((LOW, 32), (HIGH, 6)):
         out = tmp_path / f"{level}.gguf"
-        wanted = recipe("gptq", type="Q4_0", format="gguf", effort=level)
-        quantize(block, out, replace(wanted, calibration=few if level == LOW else SHORT))
+        requested_recipe = recipe("gptq", type="Q4_0", format="gguf", effort=level)
+        quantize(block, out, replace(requested_recipe, calibration=few if level == LOW else SHORT))
         file = read_gguf(out)
         assert file.value("quantize.imatrix.chunks_count", int) == rows
         assert file.value("quantforge.recipe", str) == manifest.read_manifest(out)["recipe"]
@@ -125,16 +127,23 @@ def test_gguf_metadata_states_effort_settings(block: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_high_effort_sets_guide_tuning_and_passes(tiny: Tiny, family: str) -> None:
-    found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH), family)
-    assert (found.recipe.guided_hessians, found.recipe.tune, found.recipe.gptq.passes) == (1, 4, 4)
-    assert (found.plan.guided_hessians, found.plan.tune) == (1, 4)
-    assert said(found) == "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high"
-    assert said(planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))) == said(found)
+    planned_run = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH), family)
+    assert (
+        planned_run.recipe.guided_hessians,
+        planned_run.recipe.tune,
+        planned_run.recipe.gptq.passes,
+    ) == (1, 4, 4)
+    assert (planned_run.plan.guided_hessians, planned_run.plan.tune) == (1, 4)
+    assert (
+        said(planned_run) == "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high"
+    )
+    assert said(planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))) == said(planned_run)
 
 
 def test_forecasts_grow_with_effort(tiny: Tiny) -> None:
     low, medium, high = (
-        planned(tiny, Recipe(method="gptq", bits=4, effort=one)).plan for one in VALUES["effort"]
+        planned(tiny, Recipe(method="gptq", bits=4, effort=level)).plan
+        for level in VALUES["effort"]
     )
     assert low.work.operations["observe"] < medium.work.operations["observe"] / 3
     assert medium.work.operations["round"] < high.work.operations["round"]
@@ -144,15 +153,17 @@ def test_forecasts_grow_with_effort(tiny: Tiny) -> None:
 
 
 def test_low_effort_defaults_to_rtn(tiny: Tiny) -> None:
-    found = planned(tiny, Recipe(bits=4, effort=LOW))
-    assert found.recipe.method == "rtn"
-    assert any(note.startswith("chosen: --method rtn: --effort low") for note in found.plan.notes)
+    planned_run = planned(tiny, Recipe(bits=4, effort=LOW))
+    assert planned_run.recipe.method == "rtn"
+    assert any(
+        note.startswith("chosen: --method rtn: --effort low") for note in planned_run.plan.notes
+    )
     assert planned(tiny, Recipe(bits=4)).recipe.method == "awq+gptq"
 
 
 def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
-    found = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
-    assert found.recipe.calibration == CalibrationOptions(samples=32, random_share=1 / 16)
+    planned_run = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
+    assert planned_run.recipe.calibration == CalibrationOptions(samples=32, random_share=1 / 16)
     nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
     read = Recipe(
         method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions(source="imatrix:a")
@@ -174,12 +185,12 @@ def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     ],
 )
 def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
-    found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
+    planned_run = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
     for name, value in choices.items():
-        assert getattr(found.recipe, name) == value
-    told = "switched off" if 0 in choices.values() else "named already"
-    assert f"{told}: {kept}" in said(found)
-    assert kept not in said(found).split(": --effort")[0]
+        assert getattr(planned_run.recipe, name) == value
+    reason = "switched off" if 0 in choices.values() else "named already"
+    assert f"{reason}: {kept}" in said(planned_run)
+    assert kept not in said(planned_run).split(": --effort")[0]
 
 
 @pytest.mark.parametrize(
@@ -201,14 +212,14 @@ def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], 
 def test_impossible_effort_settings_are_omitted_with_a_reason(
     tiny: Tiny, family: str, choices: dict[str, Any], taken: str, reasons: list[str]
 ) -> None:
-    found = planned(tiny, Recipe(effort=HIGH, **choices), family)
-    note = said(found)
+    planned_run = planned(tiny, Recipe(effort=HIGH, **choices), family)
+    note = said(planned_run)
     assert note.startswith(f"chosen: {taken}: --effort high; left out: ")
     for reason in reasons:
         assert reason in note.split("left out: ")[1]
-    assert found.plan.tune == 4 * ("tune = 4" in taken)
-    again = planned(tiny, found.recipe, family)
-    assert again.recipe == found.recipe
+    assert planned_run.plan.tune == 4 * ("tune = 4" in taken)
+    again = planned(tiny, planned_run.recipe, family)
+    assert again.recipe == planned_run.recipe
 
 
 def test_gptq_passes_need_a_quantized_matrix() -> None:
@@ -221,18 +232,24 @@ def test_gptq_passes_need_a_quantized_matrix() -> None:
 def test_effort_omits_gradients_for_replayed_models(tiny: Tiny) -> None:
     checkpoint = open_checkpoint(tiny("llama"))
     stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
-    found = match_tensors(checkpoint.config, stored, checkpoint.derived_declarations)
-    assert found.architecture is not None
-    replayed = replace(found, architecture=replace(found.architecture, needs_model_replay=True))
+    model_layout = match_tensors(checkpoint.config, stored, checkpoint.derived_declarations)
+    assert model_layout.architecture is not None
+    replayed = replace(
+        model_layout, architecture=replace(model_layout.architecture, needs_model_replay=True)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.planning.planner._match_unquantized", lambda *_: replayed)
-        wanted = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)
-    assert (wanted.recipe.guided_hessians, wanted.recipe.tune, wanted.recipe.gptq.passes) == (
+        planned_run = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)
+    assert (
+        planned_run.recipe.guided_hessians,
+        planned_run.recipe.tune,
+        planned_run.recipe.gptq.passes,
+    ) == (
         0,
         0,
         4,
     )
-    assert "name it to try" in said(wanted)
+    assert "name it to try" in said(planned_run)
 
 
 def test_an_explicit_impossible_guide_is_refused(tiny: Tiny) -> None:
@@ -245,22 +262,24 @@ def test_the_manifest_records_effort_settings_and_reproduces(
     block: Path, tmp_path: Path, level: str
 ) -> None:
     rows = {LOW: 128, HIGH: 6}[level]  # as many as a recipe has that names none
-    wanted = recipe("gptq", bits=3, effort=level, calibration=replace(SHORT, samples=rows))
-    quantize(block, tmp_path / "out", wanted)
+    requested_recipe = recipe(
+        "gptq", bits=3, effort=level, calibration=replace(SHORT, samples=rows)
+    )
+    quantize(block, tmp_path / "out", requested_recipe)
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
-    stated = from_toml(document["recipe"])
-    assert stated.effort == level
+    recorded = from_toml(document["recipe"])
+    assert recorded.effort == level
     for key, value in EFFORT_SETTINGS[level].items():
         inside, _, name = key.rpartition(".")
-        assert getattr(getattr(stated, inside) if inside else stated, name) == value
+        assert getattr(getattr(recorded, inside) if inside else recorded, name) == value
     assert not reproduce(tmp_path / "out", block).differing
 
 
 def test_more_gptq_passes_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
     files = []
     for runs in (0, 1, 2):
-        wanted = recipe("gptq", bits=4, gptq=GptqOptions(passes=runs))
-        quantize(tiny("llama"), tmp_path / str(runs), wanted)
+        requested_recipe = recipe("gptq", bits=4, gptq=GptqOptions(passes=runs))
+        quantize(tiny("llama"), tmp_path / str(runs), requested_recipe)
         files.append(tree(tmp_path / str(runs))["model.safetensors"])
     assert files[0] == files[1] != files[2]  # the grid of 4 bits has one
 
@@ -283,14 +302,14 @@ bits = 4
 effort = "high"
 """
     spec = parse_release(text, "release.toml")
-    assert [one.recipe.effort for one in spec.variants] == [MEDIUM, HIGH]
-    pairs = [(one.recipe, tmp_path / one.name) for one in spec.variants]
-    recipes = {one.name: one.recipe for one in spec.variants}
+    assert [variant.recipe.effort for variant in spec.variants] == [MEDIUM, HIGH]
+    pairs = [(variant.recipe, tmp_path / variant.name) for variant in spec.variants]
+    recipes = {variant.name: variant.recipe for variant in spec.variants}
     make_variants(block, recipes, lambda name, _: tmp_path / name, Settings())
-    for wanted, place in pairs:
-        alone = place.with_name(f"{place.name}-alone")
-        quantize(block, alone, wanted)
-        ours, theirs = tree(place), tree(alone)
+    for variant_recipe, path in pairs:
+        alone = path.with_name(f"{path.name}-alone")
+        quantize(block, alone, variant_recipe)
+        ours, theirs = tree(path), tree(alone)
         assert {n: d for n, d in ours.items() if n != "README.md"} == {
             n: d for n, d in theirs.items() if n != "README.md"
         }
@@ -300,7 +319,7 @@ effort = "high"
 def test_the_command_line_accepts_effort(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = (
+    arguments = (
         "plan",
         tiny("llama"),
         "--method",
@@ -312,9 +331,9 @@ def test_the_command_line_accepts_effort(
         "--length",
         "24",
     )
-    shown = command(capsys, *asked, "--effort", "HIGH")
+    shown = command(capsys, *arguments, "--effort", "HIGH")
     assert "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high" in shown.out
-    wrong = command(capsys, *asked, "--effort", "hihg")
+    wrong = command(capsys, *arguments, "--effort", "hihg")
     assert wrong.code == 2
     assert "did you mean 'high'?" in wrong.err
     assert build_recipe(None, effort=LOW).effort == LOW
@@ -324,9 +343,9 @@ def test_the_command_line_accepts_effort(
 def test_joined_processes_refuse_high_effort(
     tiny: Tiny, tmp_path: Path, choices: dict[str, Any]
 ) -> None:
-    wanted = recipe("gptq", bits=4, effort=HIGH)
+    requested_recipe = recipe("gptq", bits=4, effort=HIGH)
     with pytest.raises(QuantForgeError, match="calibration rows pass its blocks"):
-        quantize(tiny("llama"), tmp_path / "out", wanted, **choices)
+        quantize(tiny("llama"), tmp_path / "out", requested_recipe, **choices)
 
 
 def test_size_targets_require_medium_effort(
@@ -346,10 +365,10 @@ def test_size_targets_require_medium_effort(
     assert ended.code == 2
     assert "--effort high: errors are measured at medium" in ended.err
     assert "quantize --recipe FILE --effort high" in ended.err
-    stated = tmp_path / "own.toml"
-    stated.write_text(f'effort = "{LOW}"\n')
-    asked = ("--target", "3.5bpw", "--recipe", stated, "-o", tmp_path / "made.toml")
-    ended = command(capsys, "allocate", tiny("llama"), *asked)
+    recipe_path = tmp_path / "own.toml"
+    recipe_path.write_text(f'effort = "{LOW}"\n')
+    arguments = ("--target", "3.5bpw", "--recipe", recipe_path, "-o", tmp_path / "made.toml")
+    ended = command(capsys, "allocate", tiny("llama"), *arguments)
     assert ended.code == 2
     assert "remove `effort` from the recipe" in ended.err
     assert "quantize --recipe FILE --effort low" in ended.err

@@ -39,8 +39,8 @@ def test_a_large_embedding_is_quantized_if_an_engine_loads_it(tiny: Tiny, tmp_pa
     assert wide.output_bytes == kept.output_bytes
     strict = Settings(policy=Policy(strict=True))
     options = {"bits": 4, "format": "mlx", "scales": "absmax", "out": tmp_path / "q"}
-    made = api.quantize(tiny("llama-wide"), settings=strict, **options)
-    assert made.plan.output_bytes == plan.output_bytes
+    outcome = api.quantize(tiny("llama-wide"), settings=strict, **options)
+    assert outcome.plan.output_bytes == plan.output_bytes
     assert 'embedding = "int8:row"' in manifest.read_manifest(tmp_path / "q")["recipe"]
     assert api.verify(tmp_path / "q", source=tiny("llama-wide")).findings == []
 
@@ -58,13 +58,13 @@ def test_a_tied_head_keeps_the_embedding_unquantized() -> None:
 
 
 def test_mlx_quantizes_a_tied_embedding_once(tmp_path: Path) -> None:
-    wanted = {"bits": 4, "format": "mlx", "scales": "absmax", "method": "rtn"}
+    options = {"bits": 4, "format": "mlx", "scales": "absmax", "method": "rtn"}
 
     def plan(**choices: str) -> tuple[dict[str, str], list[str]]:
-        made = api.plan(DEMO, **wanted, **choices)
-        outer = {item.name: item for item in made.tensors if item.block < 0}
+        planned = api.plan(DEMO, **options, **choices)
+        outer = {item.name: item for item in planned.tensors if item.block < 0}
         return {name: str(item.scheme) for name, item in outer.items() if "norm" not in name}, [
-            note for note in made.notes if "--embedding keep" in note
+            note for note in planned.notes if "--embedding keep" in note
         ]
 
     name = "model.embed_tokens.weight"
@@ -78,7 +78,7 @@ def test_mlx_quantizes_a_tied_embedding_once(tmp_path: Path) -> None:
         "lm_head.weight": "int8:g64:min:bf16",
     }
     strict = Settings(policy=Policy(strict=True))
-    api.quantize(DEMO, settings=strict, out=tmp_path / "q", **wanted)
+    api.quantize(DEMO, settings=strict, out=tmp_path / "q", **options)
     assert json.loads((tmp_path / "q" / "config.json").read_text())["tie_word_embeddings"] is True
     stored = load_file(tmp_path / "q" / "model.safetensors")
     outer = {key for key in stored if "layers" not in key and "norm" not in key}
@@ -89,15 +89,15 @@ def test_mlx_quantizes_a_tied_embedding_once(tmp_path: Path) -> None:
 def test_a_tied_embedding_without_a_fitting_group_is_kept(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
     narrow = headers.llama(tmp_path / "m", tie_word_embeddings=True, **sizes)
-    made = api.plan(narrow, scheme="int4:g32:min", format="mlx", scales="absmax", method="rtn")
-    (embedding,) = [item for item in made.tensors if "embed" in item.name]
+    planned = api.plan(narrow, scheme="int4:g32:min", format="mlx", scales="absmax", method="rtn")
+    (embedding,) = [item for item in planned.tensors if "embed" in item.name]
     assert embedding.scheme is None
-    assert embedding.name in {event.where for event in made.substitutions}
+    assert embedding.name in {event.where for event in planned.substitutions}
 
 
 def test_float16_scales_are_kept_in_mlx_exports(tmp_path: Path) -> None:
-    made = {"scheme": "int4:g64:sym:f16", "method": "rtn", "scales": "absmax"}
-    api.quantize(DEMO, out=tmp_path / "q", **made)
+    options = {"scheme": "int4:g64:sym:f16", "method": "rtn", "scales": "absmax"}
+    api.quantize(DEMO, out=tmp_path / "q", **options)
     moved = api.export(tmp_path / "q", format="mlx", out=tmp_path / "x")
     assert moved.verdict == "exact but for the embedding"
     assert [event.kind for event in moved.events] == ["embedding-quantized"]
@@ -112,8 +112,8 @@ def test_float16_scales_are_kept_in_mlx_exports(tmp_path: Path) -> None:
 
 def test_embedding_keep_applies_to_gguf() -> None:
     def kind(**choices: str) -> str:
-        made = api.plan(DEMO, type="Q4_0", method="rtn", **choices)
-        (embedding,) = [item for item in made.tensors if "embed" in item.name]
+        planned = api.plan(DEMO, type="Q4_0", method="rtn", **choices)
+        (embedding,) = [item for item in planned.tensors if "embed" in item.name]
         return str(embedding.scheme)
 
     assert (kind(), kind(embedding="keep"), kind(embedding="q4_1")) == ("q6_k", "None", "q4_1")

@@ -12,7 +12,11 @@ from tests.conftest import Tiny
 
 def says(tiny: Tiny, **options: Any) -> tuple[bool, str]:
     plan = quantforge.plan(tiny("mixtral"), method="rtn", calibration="none", **options)
-    return next((one.loads, one.reason) for one in plan.engines if one.engine == "transformers")
+    return next(
+        (verdict.loads, verdict.reason)
+        for verdict in plan.engines
+        if verdict.engine == "transformers"
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def not_a_number(tensors: Tensors) -> None:
 
 @pytest.mark.parametrize("model_type", ["mixtral", "novel_moe"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (without(f"{EXPERTS}.1."), rf"{EXPERTS}\.1\b.*: missing"),
         (without(f"{EXPERTS}.3."), rf"{EXPERTS}\.3\b.*: missing"),
@@ -59,7 +59,7 @@ def not_a_number(tensors: Tensors) -> None:
     ids=["expert", "last-expert", "matrix", "router", "type", "nan"],
 )
 def test_a_bad_mixture_is_refused_by_name(
-    tiny: Tiny, tmp_path: Path, model_type: str, change: Callable[[Tensors], None], said: str
+    tiny: Tiny, tmp_path: Path, model_type: str, change: Callable[[Tensors], None], message: str
 ) -> None:
     shutil.copytree(tiny("mixtral"), tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
@@ -68,7 +68,7 @@ def test_a_bad_mixture_is_refused_by_name(
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     recipe = Recipe(scheme="int4:g32", scales="absmax")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         api.quantize(str(tmp_path / "m"), recipe, tmp_path / "o", Settings())
     assert not (tmp_path / "o").exists()
 

@@ -30,10 +30,10 @@ from tests.runs import ROWS, command, copied
 def test_the_default_method_and_its_reason(tiny: Tiny, options, method: str, reason: str) -> None:
     plan = api.plan(tiny("llama-wide"), **options)
     assert plan.method == method
-    said = [note for note in plan.notes if note.startswith("chosen: --method")]
-    assert len(said) == 1
-    assert f"--method {method}: " in said[0]
-    assert reason in said[0]
+    messages = [note for note in plan.notes if note.startswith("chosen: --method")]
+    assert len(messages) == 1
+    assert f"--method {method}: " in messages[0]
+    assert reason in messages[0]
 
 
 def test_explicit_methods_and_conversions_give_no_note(tiny: Tiny) -> None:

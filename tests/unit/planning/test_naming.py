@@ -66,7 +66,7 @@ def test_sparsity_stays_in_the_names_of_derived_results(tmp_path, pattern, name)
     )
     assert default_name(source, "wanda", "plain", tensors, zeros=zeros) == name  # type: ignore[arg-type]
     recipe = f'method = "wanda"\nformat = "plain"\nsparsity = "{pattern}"\n'
-    made = {
+    document = {
         "schema": SCHEMA,
         "method": "wanda",
         "recipe": recipe,
@@ -74,7 +74,7 @@ def test_sparsity_stays_in_the_names_of_derived_results(tmp_path, pattern, name)
         "outputs": {},
     }
     (tmp_path / "sparse").mkdir()
-    (tmp_path / "sparse" / NAME).write_text(json.dumps(made))
+    (tmp_path / "sparse" / NAME).write_text(json.dumps(document))
     again = named(tmp_path / "sparse", "rtn", "compressed-tensors", "int4:g128:sym")
     assert again == name.replace("wanda-plain", "rtn-int4")
 
@@ -125,15 +125,15 @@ def test_exports_are_named_after_the_original_model(tmp_path):
     for number, document in enumerate(
         (first, second | {"lineage": first}, second | {"lineage": second | {"lineage": first}})
     ):
-        made = tmp_path / f"wren-awq-int4-{number}"
-        made.mkdir()
-        (made / NAME).write_text(json.dumps(document))
-        assert named(made, None, "gptq", "int4:g128:sym") == "wren-awq-int4-gptq"
-        assert named(made, None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
-        assert named(made, "gptq", "gptq", "int4:g128:sym") == "wren-int4-gptq"
-        assert named(made, None, "mlx", "int4:g128:min") == "wren-awq-int4-mlx"
-        assert named(made, None, "mlx", "int4:g32:min") == "wren-awq-int4-g32-mlx"
-        assert named(made, None, "awq", "int4:g128:sym") == "wren-int4-awq"
+        artifact = tmp_path / f"wren-awq-int4-{number}"
+        artifact.mkdir()
+        (artifact / NAME).write_text(json.dumps(document))
+        assert named(artifact, None, "gptq", "int4:g128:sym") == "wren-awq-int4-gptq"
+        assert named(artifact, None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
+        assert named(artifact, "gptq", "gptq", "int4:g128:sym") == "wren-int4-gptq"
+        assert named(artifact, None, "mlx", "int4:g128:min") == "wren-awq-int4-mlx"
+        assert named(artifact, None, "mlx", "int4:g32:min") == "wren-awq-int4-g32-mlx"
+        assert named(artifact, None, "awq", "int4:g128:sym") == "wren-int4-awq"
     strange = tmp_path / "Wren-GPTQ"
     strange.mkdir()
     assert named(strange, None, "awq", "int4:g128:sym") == "Wren-GPTQ-awq"
@@ -179,9 +179,9 @@ def test_the_default_output_is_outside_the_model_directory(tmp_path, monkeypatch
     ],
 )
 def test_the_format_follows_from_recipe_and_output_name(recipe, out, key):
-    chosen, said = choose_format(recipe, out and Path(out))
+    chosen, notes = choose_format(recipe, out and Path(out))
     assert chosen.format == key
-    assert bool(said) == (not recipe.format and key != "compressed-tensors")
+    assert bool(notes) == (not recipe.format and key != "compressed-tensors")
     assert choose_format(chosen, out and Path(out)) == (chosen, ())
 
 

@@ -57,16 +57,16 @@ def test_config_keys_that_name_code_are_reported(model: Path, values: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "stated"),
+    ("name", "text", "has_license"),
     [
         ("LICENSE.md", "terms", True), ("README.md", "---\nlicense: other\n---\n", True),
         ("README.md", "---\nlicense_name: mine\n---\n", True), ("README.md", "the license: mit\n", False),
     ],
 )  # fmt: skip
-def test_a_missing_license_is_reported(model, name, text, stated):
+def test_a_missing_license_is_reported(model, name, text, has_license):
     assert any(line.startswith(NO_LICENCE) for line in said(model))
     (model / name).write_text(text)
-    assert any(line.startswith(NO_LICENCE) for line in said(model)) is not stated
+    assert any(line.startswith(NO_LICENCE) for line in said(model)) is not has_license
 
 
 def test_files_not_copied_are_shown_and_recorded(

@@ -31,8 +31,10 @@ def plan(model: Path, **values: object) -> Plan:
     return api.plan(str(model), Recipe(**values))
 
 
-def schemes(made: Plan, ending: str) -> set[str]:
-    return {str(t.scheme or t.action) for t in made.tensors if t.name.endswith(f"{ending}.weight")}
+def schemes(planned: Plan, ending: str) -> set[str]:
+    return {
+        str(t.scheme or t.action) for t in planned.tensors if t.name.endswith(f"{ending}.weight")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +56,11 @@ def test_rows_longer_than_the_positions_are_refused_or_noted(tiny: Tiny) -> None
         with pytest.raises(InputError, match="rows of 129 tokens, the model has 128 positions"):
             api.plan(model, method=method, bits=4, length=129)
     notes = api.plan(model, method="gptq", bits=4).notes
-    assert [one for one in notes if "--length 128 stays within them" in one]
+    assert [note for note in notes if "--length 128 stays within them" in note]
     assert not [
-        one
-        for one in api.plan(model, method="gptq", bits=4, length=128).notes
-        if "positions" in one
+        note
+        for note in api.plan(model, method="gptq", bits=4, length=128).notes
+        if "positions" in note
     ]
     assert api.plan(model, method="rtn", scales="absmax", bits=4, length=129)  # reads no text
 
@@ -84,32 +86,32 @@ def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:
 
 
 def test_planned_bytes_of_a_known_model(llama):
-    made = plan(llama, bits=4)
+    planned = plan(llama, bits=4)
     weights = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 11008 * 4096)
-    assert sum(t.shape[0] * t.shape[1] for t in made.quantized()) == weights
+    assert sum(t.shape[0] * t.shape[1] for t in planned.quantized()) == weights
     shapes = 14 * 16  # the shape of each matrix, two int64, in its own tensor
     packed = weights // 2 + weights // 128 * 2 + shapes
-    assert sum(tensor.output_bytes for tensor in made.quantized()) == packed
+    assert sum(tensor.output_bytes for tensor in planned.quantized()) == packed
     kept = 2 * (2 * 32000 * 4096 + 5 * 4096)
-    header = made.output_bytes - packed - kept
-    assert 0 < header < 200 * len(made.tensors) * 3
-    assert made.bits_per_weight == pytest.approx(4.125, abs=1e-4)
+    header = planned.output_bytes - packed - kept
+    assert 0 < header < 200 * len(planned.tensors) * 3
+    assert planned.bits_per_weight == pytest.approx(4.125, abs=1e-4)
 
 
-@pytest.mark.parametrize("form", INTEGER_FORMATS)
-def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, form: str) -> None:
+@pytest.mark.parametrize("format_key", INTEGER_FORMATS)
+def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, format_key: str) -> None:
     """Each family in one of the formats."""
-    for family in [*FAMILIES][INTEGER_FORMATS.index(form) :: len(INTEGER_FORMATS)]:
-        scheme = "int4:g32:asym" if form == "awq" else "int4:g32:sym"
+    for family in [*FAMILIES][INTEGER_FORMATS.index(format_key) :: len(INTEGER_FORMATS)]:
+        scheme = "int4:g32:asym" if format_key == "awq" else "int4:g32:sym"
         model = tiny(family)
-        made = plan(model, scheme=scheme, format=form)
-        names = [tensor.name for tensor in made.tensors]
+        planned = plan(model, scheme=scheme, format=format_key)
+        names = [tensor.name for tensor in planned.tensors]
         assert sorted(names) == sorted(open_checkpoint(model).entries)
-        assert all(tensor.rule for tensor in made.tensors)
-        assert any(tensor.action is Action.QUANTIZE for tensor in made.tensors)
-        stored = [item.name for tensor in made.tensors for item in tensor.outputs]
-        assert len(set(stored)) == len(stored) == sum(len(shard) for shard in made.shards)
-        assert not any(tensor.outputs for tensor in made.tensors if tensor.action is Action.DROP)
+        assert all(tensor.rule for tensor in planned.tensors)
+        assert any(tensor.action is Action.QUANTIZE for tensor in planned.tensors)
+        stored = [item.name for tensor in planned.tensors for item in tensor.outputs]
+        assert len(set(stored)) == len(stored) == sum(len(shard) for shard in planned.shards)
+        assert not any(tensor.outputs for tensor in planned.tensors if tensor.action is Action.DROP)
 
 
 # ---- schemes
@@ -122,22 +124,22 @@ def test_bits_give_the_default_scheme_of_the_format(llama):
 
 
 def test_a_rule_applies_to_all_linears_of_a_shared_input(llama):
-    made = plan(llama, bits=4, rules=(Rule("*.layers.1.self_attn.k_proj", "int8"),))
+    planned = plan(llama, bits=4, rules=(Rule("*.layers.1.self_attn.k_proj", "int8"),))
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert schemes(made, f"layers.1.self_attn.{name}") == {"int8:g128:sym:bf16"}
-        assert schemes(made, f"layers.0.self_attn.{name}") == {"int4:g128:sym:bf16"}
-    assert schemes(made, "layers.1.self_attn.o_proj") == {"int4:g128:sym:bf16"}
-    tied = next(t for t in made.tensors if t.name.endswith("layers.1.self_attn.q_proj.weight"))
+        assert schemes(planned, f"layers.1.self_attn.{name}") == {"int8:g128:sym:bf16"}
+        assert schemes(planned, f"layers.0.self_attn.{name}") == {"int4:g128:sym:bf16"}
+    assert schemes(planned, "layers.1.self_attn.o_proj") == {"int4:g128:sym:bf16"}
+    tied = next(t for t in planned.tensors if t.name.endswith("layers.1.self_attn.q_proj.weight"))
     assert "tied to model.layers.1.self_attn.k_proj" in tied.rule
     with pytest.raises(InputError, match="one matrix"):
         plan(llama, rules=(Rule("q_proj", "int8"), Rule("v_proj", "keep")))
 
 
 def test_ignored_layers_are_kept(llama):
-    made = plan(llama, ignore=("*.layers.0.*", "down_proj"))
-    assert schemes(made, "down_proj") == {"keep"}
-    assert schemes(made, "layers.0.mlp.up_proj") == {"keep"}
-    assert schemes(made, "layers.1.mlp.up_proj") != {"keep"}
+    planned = plan(llama, ignore=("*.layers.0.*", "down_proj"))
+    assert schemes(planned, "down_proj") == {"keep"}
+    assert schemes(planned, "layers.0.mlp.up_proj") == {"keep"}
+    assert schemes(planned, "layers.1.mlp.up_proj") != {"keep"}
     with pytest.raises(InputError, match="nothing would be quantized"):
         plan(llama, ignore=("*",))
 
@@ -149,38 +151,40 @@ def test_ignored_layers_are_kept(llama):
 def test_a_non_dividing_group_is_replaced_by_a_finer_one(tmp_path, columns, given):
     config = {**headers.LLAMA, "intermediate_size": columns}
     model = headers.write(tmp_path / "m", config, headers.llama_tensors(config))
-    made = plan(model, bits=4)
-    assert schemes(made, "down_proj") == {f"int4:{given}:sym:bf16"}
-    assert schemes(made, "up_proj") == {"int4:g128:sym:bf16"}
-    assert [event.kind for event in made.substitutions] == ["substitution"] * 2
-    assert f"int4:g128:sym -> int4:{given}" in made.substitutions[0].detail
+    planned = plan(model, bits=4)
+    assert schemes(planned, "down_proj") == {f"int4:{given}:sym:bf16"}
+    assert schemes(planned, "up_proj") == {"int4:g128:sym:bf16"}
+    assert [event.kind for event in planned.substitutions] == ["substitution"] * 2
+    assert f"int4:g128:sym -> int4:{given}" in planned.substitutions[0].detail
 
 
 @each_value(
-    ("form", ["gptq", "gptq_v2", "awq"]),
+    ("format_key", ["gptq", "gptq_v2", "awq"]),
     ("columns, given", [(192, 64), (96, 32), (48, 16)]),
 )
-def test_single_group_formats_get_the_largest_common_group(tmp_path, form, columns, given):
-    made = plan(headers.llama(tmp_path / "m", intermediate_size=columns), bits=4, format=form)
-    sizes = {t.scheme.weight.granularity for t in made.tensors if t.scheme}
+def test_single_group_formats_get_the_largest_common_group(tmp_path, format_key, columns, given):
+    planned = plan(
+        headers.llama(tmp_path / "m", intermediate_size=columns), bits=4, format=format_key
+    )
+    sizes = {t.scheme.weight.granularity for t in planned.tensors if t.scheme}
     assert sizes == {PerGroup(given)}
-    said = {event.where: event.detail for event in made.substitutions}
-    assert len(said) == 14
+    details = {event.where: event.detail for event in planned.substitutions}
+    assert len(details) == 14
     odd, other = (f"model.layers.0.{name}.weight" for name in ("mlp.down_proj", "self_attn.q_proj"))
-    assert f"{columns} input columns are no multiple of 128" in said[odd]
-    assert f"-> int4:g{given}" in said[other]
-    assert f"{columns} input columns ({odd} and 1 more) are no multiple of 128" in said[other]
+    assert f"{columns} input columns are no multiple of 128" in details[odd]
+    assert f"-> int4:g{given}" in details[other]
+    assert f"{columns} input columns ({odd} and 1 more) are no multiple of 128" in details[other]
 
 
 def test_indivisible_columns_do_not_change_other_groups(tmp_path):
     model = headers.llama(tmp_path / "m", intermediate_size=4096 + 8)
-    made = plan(model, bits=4, format="gptq")
-    assert schemes(made, "down_proj") == {"keep"}
-    assert schemes(made, "up_proj") == {"int4:g128:sym:f16"}
-    assert {event.where for event in made.substitutions if event.kind == "substitution"} == {
+    planned = plan(model, bits=4, format="gptq")
+    assert schemes(planned, "down_proj") == {"keep"}
+    assert schemes(planned, "up_proj") == {"int4:g128:sym:f16"}
+    assert {event.where for event in planned.substitutions if event.kind == "substitution"} == {
         f"model.layers.{block}.mlp.down_proj.weight" for block in range(2)
     }
-    assert "--scheme int4:row:sym" in made.substitutions[0].detail
+    assert "--scheme int4:row:sym" in planned.substitutions[0].detail
     rows = plan(model, scheme="int4:row:sym", format="gptq")
     assert schemes(rows, "down_proj") == schemes(rows, "up_proj") == {"int4:row:sym:f16"}
     with pytest.raises(RefusedError, match="down_proj"):  # asked for by name
@@ -213,17 +217,17 @@ def test_a_group_dividing_no_columns_is_refused_with_alternatives(
 ):
     config = {**headers.LLAMA, "intermediate_size": 200}
     model = headers.write(tmp_path / "m", config, headers.llama_tensors(config))
-    made = plan(model, scheme="int4:g100")  # of down_proj alone
-    assert schemes(made, "down_proj") == {"int4:g100:sym:bf16"}
-    assert {event.kind for event in made.substitutions} == {"substitution"}
-    for asked in (
+    planned = plan(model, scheme="int4:g100")  # of down_proj alone
+    assert schemes(planned, "down_proj") == {"int4:g100:sym:bf16"}
+    assert {event.kind for event in planned.substitutions} == {"substitution"}
+    for choices in (
         {"scheme": "int4:g127"},
         {"bits": 4, "rules": (Rule("up_proj", "int4:g100"),)},
         {"bits": 4, "lm_head": "int8:g100"},
         {"scheme": "int8:g127", "format": "gptq"},
     ):
         with pytest.raises(UsageError, match="divide the columns of no linear") as refused:
-            plan(model, **asked)
+            plan(model, **choices)
         assert "g64, g32, g16" in refused.value.hint or "g128" in refused.value.hint
     config = {**headers.LLAMA, "intermediate_size": 100}
     odd = headers.write(tmp_path / "odd", config, headers.llama_tensors(config))
@@ -311,9 +315,9 @@ def test_rules_reach_an_unstored_tied_head(tmp_path):
     model = headers.llama(tmp_path / "m", tie_word_embeddings=True)
     assert "lm_head.weight" not in {t.name for t in plan(model).tensors}
     assert "lm_head.weight" not in {t.name for t in plan(model, ignore=("lm_head",)).tensors}
-    made = plan(model, rules=(Rule("lm_head", "int8"),))
-    assert schemes(made, "lm_head") == {"int8:g128:sym:bf16"}
-    assert schemes(made, "embed_tokens") == {"keep"}
+    planned = plan(model, rules=(Rule("lm_head", "int8"),))
+    assert schemes(planned, "lm_head") == {"int8:g128:sym:bf16"}
+    assert schemes(planned, "embed_tokens") == {"keep"}
 
 
 def test_a_duplicate_tied_head_is_stored_once(tiny, tmp_path):
@@ -321,8 +325,8 @@ def test_a_duplicate_tied_head_is_stored_once(tiny, tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    made = plan(source)
-    assert schemes(made, "lm_head") == {"drop"}
+    planned = plan(source)
+    assert schemes(planned, "lm_head") == {"drop"}
     quantize(source, tmp_path / "out", recipe(scales="absmax"))
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     quantize(source, tmp_path / "head", recipe(scales="absmax", lm_head="int8"))
@@ -341,16 +345,18 @@ def test_an_undeclared_family_allows_rtn_or_derived_declarations(tiny, tmp_path)
     source = copied(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
-    made = plan(source)
-    assert len(made.quantized()) == 14
-    assert any("'novel' is not declared" in note and "'*.weight'" in note for note in made.notes)
+    planned = plan(source)
+    assert len(planned.quantized()) == 14
+    assert any("'novel' is not declared" in note and "'*.weight'" in note for note in planned.notes)
     for method in ("gptq", "awq", "awq+gptq"):
-        found = plan(source, method=method)  # architectures names a class that is known
-        assert any("derived from the code" in n and "LlamaForCausalLM" in n for n in found.notes)
-        assert [e.kind for e in found.substitutions if e.where == "novel"] == ["unknown-model-type"]
+        derived = plan(source, method=method)  # architectures names a class that is known
+        assert any("derived from the code" in n and "LlamaForCausalLM" in n for n in derived.notes)
+        assert [e.kind for e in derived.substitutions if e.where == "novel"] == [
+            "unknown-model-type"
+        ]
     nobody = copied(source, tmp_path / "nobody")
-    stated = {**config, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
-    (nobody / "config.json").write_text(json.dumps(stated))
+    unknown_config = {**config, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
+    (nobody / "config.json").write_text(json.dumps(unknown_config))
     with pytest.raises(InputError, match="'novel' is not declared") as bad:
         plan(nobody, method="gptq")
     assert "unknown to transformers" in bad.value.message
@@ -377,7 +383,7 @@ def test_an_undeclared_tied_family_keeps_its_embedding(tmp_path):
 def test_the_vision_tower_of_a_multimodal_model_is_kept(tiny, tmp_path):
     model, out = tiny("gemma3-multimodal"), tmp_path / "out"
     quantize(model, out, recipe("rtn", scheme="int4:g32:sym", scales="absmax"))
-    source, written = (load_file(place / "model.safetensors") for place in (model, out))
+    source, written = (load_file(path / "model.safetensors") for path in (model, out))
     foreign = {name for name in source if "vision" in name or "projector" in name}
     assert len(foreign) > 10
     assert all(torch.equal(source[name], written[name]) for name in foreign)
@@ -405,8 +411,8 @@ def test_a_multimodal_model_loads_in_transformers(tiny, tmp_path, ignored, head)
         recipe("rtn", scheme="int8:g32:sym", scales="absmax", ignore=ignored, lm_head=head),
     )
     ours, original = (
-        AutoModelForImageTextToText.from_pretrained(place, dtype=torch.float32).eval()
-        for place in (out, model)
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (out, model)
     )
     ids = torch.arange(20)[None] + 5
     with torch.inference_mode():
@@ -424,23 +430,23 @@ def test_plans_note_that_transformers_cannot_load_packed_conv1d(tiny):
     assert "Conv1D" in verdicts["transformers"].reason
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq"])
+@pytest.mark.parametrize("format_key", ["gptq", "awq"])
 def test_unpackable_matrices_are_kept_with_their_fused_group(
-    models: Callable[..., Path], form: str
+    models: Callable[..., Path], format_key: str
 ) -> None:
     model = models("llama", num_key_value_heads=1, head_dim=4)
-    scheme = "int4:g16:asym" if form == "awq" else "int4:g16:sym"
-    made = plan(model, scheme=scheme, format=form)
-    kept = {tensor.name for tensor in made.tensors if tensor.action is Action.KEEP}
+    scheme = "int4:g16:asym" if format_key == "awq" else "int4:g16:sym"
+    planned = plan(model, scheme=scheme, format=format_key)
+    kept = {tensor.name for tensor in planned.tensors if tensor.action is Action.KEEP}
     for name in ("q_proj", "k_proj", "v_proj"):
         assert f"model.layers.0.self_attn.{name}.weight" in kept
-    assert schemes(made, "mlp.gate_proj") == {f"{scheme}:f16"}
-    said = {event.where: event.detail for event in made.substitutions}
-    assert "-> kept" in said["model.layers.0.self_attn.q_proj.weight"]
-    assert "k_proj" in said["model.layers.0.self_attn.q_proj.weight"]
-    assert "% of its linears" in said["model.layers.0.self_attn.k_proj.weight"]
+    assert schemes(planned, "mlp.gate_proj") == {f"{scheme}:f16"}
+    details = {event.where: event.detail for event in planned.substitutions}
+    assert "-> kept" in details["model.layers.0.self_attn.q_proj.weight"]
+    assert "k_proj" in details["model.layers.0.self_attn.q_proj.weight"]
+    assert "% of its linears" in details["model.layers.0.self_attn.k_proj.weight"]
     with pytest.raises(RefusedError, match="k_proj"):  # asked for by name
-        plan(model, scheme=scheme, format=form, rules=(Rule("*.k_proj", scheme),))
+        plan(model, scheme=scheme, format=format_key, rules=(Rule("*.k_proj", scheme),))
 
 
 @pytest.mark.parametrize("size", [2, 4])

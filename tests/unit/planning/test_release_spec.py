@@ -25,7 +25,7 @@ def test_release_options_override_variant_recipes():
     assert (first.gates.max_bytes, first.gates.max_kl) == (9, 0.1)
     assert (second.gates.max_bytes, second.gates.max_kl) == (9, None)
     assert second.recipe.rules[0].scheme == "keep"
-    assert [one.name for one in spec.only(["b"]).variants] == ["b"]
+    assert [item.name for item in spec.only(["b"]).variants] == ["b"]
     with pytest.raises(UsageError, match="--only c"):
         spec.only(["c"])
 
@@ -35,15 +35,20 @@ def test_release_sets_contain_recipes_or_types():
     assert {"gguf-ladder", "vllm", "mlx", "everything"} <= {*set_names()}
     for name in set_names():
         spec = parse_release(f'{HEAD}sets = ["{name}"]', "f")
-        assert [one.name for one in spec.variants] == [f"m-{one}" for one in variants_of(name)]
-    alike = {one.recipe.to_toml().replace(str(one.recipe.engine), "") for one in spec.variants}
+        assert [variant.name for variant in spec.variants] == [
+            f"m-{variant}" for variant in variants_of(name)
+        ]
+    alike = {
+        variant.recipe.to_toml().replace(str(variant.recipe.engine), "")
+        for variant in spec.variants
+    }
     assert len(alike) == len(spec.variants)
     assert {"vllm-4bit", "mlx-4bit", "Q4_K_M", "autoawq-4bit"} <= {*variants_of("everything")}
     assert "sglang-4bit" not in variants_of("everything")  # vLLM's
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "message", "hint"),
     [
         (HEAD + 'varient = 1\n', "unknown key 'varient'", "variant"),
         (HEAD + VARIANT + "bitz = 4\n", "unknown key 'bitz'", "bits"),
@@ -79,10 +84,10 @@ def test_release_sets_contain_recipes_or_types():
         (HEAD + VARIANT + '[card]\nbase_model = "plain"\n', "no name of the hub", "ORG/NAME"),
     ],
 )  # fmt: skip
-def test_invalid_release_files_are_refused_with_a_hint(text, said, hint):
+def test_invalid_release_files_are_refused_with_a_hint(text, message, hint):
     with pytest.raises(InputError) as refused:
         parse_release(text, "f")
-    assert said in refused.value.message
+    assert message in refused.value.message
     assert hint in refused.value.hint
 
 

@@ -69,9 +69,9 @@ def test_patterns_match_the_stored_name():
 
 def chosen(layer: str, *, ignore: tuple[str, ...] = (), **rules: str) -> str | None:
     patterns = {key.replace("_any_", "*"): value for key, value in rules.items()}
-    wanted = Recipe(ignore=ignore, rules=tuple(Rule(k, v) for k, v in patterns.items()))
+    recipe = Recipe(ignore=ignore, rules=tuple(Rule(k, v) for k, v in patterns.items()))
     target = next(t for t in LAYERS if t.name == f"{layer}.weight")
-    choice = RecipeRules(wanted, LAYERS).first_match(target)
+    choice = RecipeRules(recipe, LAYERS).first_match(target)
     return None if choice is None else str(choice.scheme or "keep")
 
 

@@ -38,49 +38,49 @@ def planned(model: Path, method: str, **values: Any) -> Plan:
 
 
 def work(model: Path, method: str, **values: Any) -> RunWork:
-    found = planned(model, method, **values).work
-    assert found is not None
-    return found
+    run_work = planned(model, method, **values).work
+    assert run_work is not None
+    return run_work
 
 
 def test_rtn_work_is_reading_and_rounding(large: Path) -> None:
-    found = work(large, "rtn", scales="absmax")
-    assert found.operations.keys() == {"round"}
-    assert found.source_bytes == (large / "model.safetensors").stat().st_size
-    assert (found.source_reads, found.states_bytes, found.guide_bytes) == (2, 0, 0)
+    run_work = work(large, "rtn", scales="absmax")
+    assert run_work.operations.keys() == {"round"}
+    assert run_work.source_bytes == (large / "model.safetensors").stat().st_size
+    assert (run_work.source_reads, run_work.states_bytes, run_work.guide_bytes) == (2, 0, 0)
     searched = work(large, "rtn").operations["round"]
-    assert searched > found.operations["round"]
+    assert searched > run_work.operations["round"]
     table = work(large, "rtn", format="bnb", scheme="nf4:g64:sym", bits=None)
     assert table.operations["round"] > 2 * searched
 
 
 def test_gptq_work_counts_passes_and_hessian_products(large: Path) -> None:
-    found = work(large, "gptq")
+    run_work = work(large, "gptq")
     hidden, ffn, layers, kv = 8192, 28672, 80, 1024
     block = 2 * hidden**2 + 2 * kv * hidden + 3 * ffn * hidden
     products = 2 * TOKENS * layers * block
-    assert products < found.operations["pass"] < 1.2 * products
-    assert found.operations["observe"] == 2 * TOKENS * layers * (3 * hidden**2 + ffn**2)
-    assert found.states_bytes == 4 * TOKENS * hidden
+    assert products < run_work.operations["pass"] < 1.2 * products
+    assert run_work.operations["observe"] == 2 * TOKENS * layers * (3 * hidden**2 + ffn**2)
+    assert run_work.states_bytes == 4 * TOKENS * hidden
     sweeps = work(large, "gptq", gptq=GptqOptions(refine=4))
-    assert sweeps.operations["round"] > 1.3 * found.operations["round"]
+    assert sweeps.operations["round"] > 1.3 * run_work.operations["round"]
     few = work(large, "gptq", calibration=CalibrationOptions(samples=32))
-    assert few.operations["observe"] == found.operations["observe"] / 4
+    assert few.operations["observe"] == run_work.operations["observe"] / 4
     guided = work(large, "gptq", guided_hessians=2)
     assert guided.source_reads == 4
     assert guided.guide_bytes > 0
-    assert guided.operations["pass"] > 2 * found.operations["pass"]
+    assert guided.operations["pass"] > 2 * run_work.operations["pass"]
     tried = work(large, "awq+gptq").operations
-    assert tried["search"] > found.operations["pass"] / 10
-    assert tried["round"] == found.operations["round"]
+    assert tried["search"] > run_work.operations["pass"] / 10
+    assert tried["round"] == run_work.operations["round"]
 
 
 def test_threads_divide_operations_but_not_reading(large: Path) -> None:
-    found = work(large, "gptq")
-    one, two = seconds_of(found, 1), seconds_of(found, 2)
-    assert (one["pass"], one["read"]) == (2 * two["pass"], two["read"])
-    assert one["pass"] == found.operations["pass"] / OPERATIONS_PER_SECOND
-    assert one["read"] == 2 * found.source_bytes / BYTES_PER_SECOND
+    run_work = work(large, "gptq")
+    single, two = seconds_of(run_work, 1), seconds_of(run_work, 2)
+    assert (single["pass"], single["read"]) == (2 * two["pass"], two["read"])
+    assert single["pass"] == run_work.operations["pass"] / OPERATIONS_PER_SECOND
+    assert single["read"] == 2 * run_work.source_bytes / BYTES_PER_SECOND
 
 
 def test_extra_gptq_passes_of_3_bits_are_counted(large: Path) -> None:
@@ -110,9 +110,9 @@ def test_expert_work_counts_only_routed_tokens(tmp_path: Path, tiles: bool) -> N
     assert gptq.work is not None
     experts = 3 * 384 * 2048 * 7168
     dense = sum(
-        2 * TOKENS * one.shape[0] * one.shape[-1]
-        for one in gptq.tensors
-        if one.block >= 0 and one.expert < 0 and len(one.shape) > 1
+        2 * TOKENS * tensor.shape[0] * tensor.shape[-1]
+        for tensor in gptq.tensors
+        if tensor.block >= 0 and tensor.expert < 0 and len(tensor.shape) > 1
     )
     routed = 2 * TOKENS * experts * 8 / 384
     assert dense + routed < gptq.work.operations["pass"] < 1.3 * (dense + routed)

@@ -15,8 +15,8 @@ from quantforge.planning.size_target import parse_target
      ("1000B", None, 1000)],
 )  # fmt: skip
 def test_size_targets_are_parsed(text, bits, nbytes):
-    found = parse_target(text)
-    assert (found.bits, found.nbytes) == (bits, nbytes)
+    target = parse_target(text)
+    assert (target.bits, target.nbytes) == (bits, nbytes)
 
 
 @pytest.mark.parametrize(
@@ -49,20 +49,20 @@ def test_invalid_size_targets_are_refused(text):
      ("24GB@1M", 24e9, Load(1 << 20))],
 )  # fmt: skip
 def test_device_memory_targets_with_a_load_are_parsed(text, nbytes, load):
-    found = parse_target(text)
-    assert (found.nbytes, found.load) == (nbytes, load)
+    target = parse_target(text)
+    assert (target.nbytes, target.load) == (nbytes, load)
     assert parse_target(text, "fp8", 2).load == Load(load.context, load.batch, "fp8", 2)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("24GB@", "context"), ("24GB@0", "out of range"), ("24GB@32kB", "not understood"), ("24GB@-1", "not understood"),
      ("24GB@0x32k", "context 0x32k"), ("24GB@4x", "context 4x"), ("24GB@1.5x32k", "not understood"),
      ("3bpw@32k", "no context"),
      ("24GB@9999999999", "out of range")],
 )  # fmt: skip
-def test_invalid_device_memory_targets_are_refused(text, said):
-    with pytest.raises(UsageError, match=f"--target {text}.*{said}") as refused:
+def test_invalid_device_memory_targets_are_refused(text, message):
+    with pytest.raises(UsageError, match=f"--target {text}.*{message}") as refused:
         parse_target(text)
     assert refused.value.hint
 

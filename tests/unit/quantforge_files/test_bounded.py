@@ -52,28 +52,30 @@ def cost(work: Callable[[], object]) -> tuple[str, float, int]:
         signal.alarm(60)
         before = resource.getrusage(resource.RUSAGE_SELF)
         try:
-            said = f"done: {work()}"
+            outcome = f"done: {work()}"
         except (QuantForgeError, SourceError) as error:
-            said = f"refused: {error.message}"
+            outcome = f"refused: {error.message}"
         except BaseException as error:
-            said = f"failed: {error!r}"
+            outcome = f"failed: {error!r}"
         after = resource.getrusage(resource.RUSAGE_SELF)
         rise = (after.ru_maxrss - before.ru_maxrss) * 1024
-        os.write(writing, json.dumps([said[:500], after.ru_utime - before.ru_utime, rise]).encode())
+        os.write(
+            writing, json.dumps([outcome[:500], after.ru_utime - before.ru_utime, rise]).encode()
+        )
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as answer:
-        said, seconds, rise = json.loads(answer.read() or b'["killed", 1e9, 0]')
+        outcome, seconds, rise = json.loads(answer.read() or b'["killed", 1e9, 0]')
     os.waitpid(child, 0)
-    return said, seconds, rise
+    return outcome, seconds, rise
 
 
 def bounded(work: Callable[[], object]) -> str:
-    said, seconds, rise = cost(work)
-    assert not said.startswith(("failed", "killed")), said
-    assert seconds < SECONDS, said
-    assert rise < BYTES, said
-    return said
+    outcome, seconds, rise = cost(work)
+    assert not outcome.startswith(("failed", "killed")), outcome
+    assert seconds < SECONDS, outcome
+    assert rise < BYTES, outcome
+    return outcome
 
 
 def header_file(path: Path, header: bytes) -> Path:
@@ -132,17 +134,19 @@ def test_a_settings_file_at_its_value_limit_is_read() -> None:
 
 @pytest.mark.thorough
 def test_a_header_of_280000_tensors_is_read_within_bounds(tmp_path: Path) -> None:
-    place = '{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}'
+    entry = '{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}'
     names = (f"model.layers.{n}.experts.down_proj.w" for n in range(280_000))
-    text = "{" + ",".join(f'"{name}":{place}' for name in names) + "}"
+    text = "{" + ",".join(f'"{name}":{entry}' for name in names) + "}"
     path = header_file(tmp_path / "x", text.encode())
     assert bounded(lambda: len(read_header(path))) == "done: 280000"
 
 
 def test_an_index_of_280000_names_stays_within_bounds(tmp_path: Path) -> None:
     name = "model.language_model.layers.{}.mlp.experts.down_proj.weight_scale"
-    places = {name.format(n): f"model-{n % 5000:05}-of-05000.safetensors" for n in range(280_000)}
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    weight_map = {
+        name.format(n): f"model-{n % 5000:05}-of-05000.safetensors" for n in range(280_000)
+    }
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert "No such file" in bounded(lambda: read_weights(tmp_path, [INDEX_FILE]))
     header_file(tmp_path / "model-00000-of-05000.safetensors", b"{}")
     assert "where the index puts it" in bounded(lambda: read_weights(tmp_path, [INDEX_FILE]))
@@ -153,21 +157,21 @@ def test_a_tokenizer_of_a_million_tokens_is_read_within_bounds() -> None:
     tokens = ",".join(f'"token {n:08} {"x" * 90}":{n}' for n in range(1_048_576))
     data = f'{{"model":{{"type":"BPE","vocab":{{{tokens}}},"merges":[]}},"pad":"{"x" * 10_000_000}"}}'.encode()
     assert 4 * 32_000_000 < len(data) < roles.TOKENIZER.max_bytes
-    said = bounded(lambda: len(parse_object(data, "x", roles.TOKENIZER)["model"]["vocab"]))
-    assert said == "done: 1048576"
+    outcome = bounded(lambda: len(parse_object(data, "x", roles.TOKENIZER)["model"]["vocab"]))
+    assert outcome == "done: 1048576"
 
 
 def test_long_and_deep_jsonl_lines_stay_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     whole = b'{"text": "' + b"word " * 4_000_000 + b'"}\n'
-    for line, said in (
+    for line, message in (
         (whole, "done: 1"),
         (b"[" * 8_000_000, "nested deeper"),
         (b'{"text":[' + b"[]," * 2_000_000, "values, more than"),
         (b"x" * (roles.LINE.max_bytes + 1), "longer than"),
     ):
         path.write_bytes(line)
-        assert said in bounded(lambda: sum(1 for _ in read_jsonl(path, RowReader("text"))))
+        assert message in bounded(lambda: sum(1 for _ in read_jsonl(path, RowReader("text"))))
 
 
 def key(name: str, kind: int, value: bytes) -> bytes:
@@ -176,12 +180,12 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 
 def test_large_gguf_arrays_stay_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    one = struct.pack("<Q", 4) + "\u00e9\u00ea".encode()
-    for count, said in ((1_000_000, "done"), (6_000_001, "an array of")):
+    string = struct.pack("<Q", 4) + "\u00e9\u00ea".encode()
+    for count, message in ((1_000_000, "done"), (6_000_001, "an array of")):
         head = b"GGUF" + struct.pack("<iqq", 3, 0, 1)
-        path.write_bytes(head + key("a", 9, struct.pack("<iQ", 8, count)) + one * 1_000_000)
+        path.write_bytes(head + key("a", 9, struct.pack("<iQ", 8, count)) + string * 1_000_000)
         os.truncate(path, path.stat().st_size + 8 * (count - 1_000_000))
-        assert said in bounded(lambda: len(read_gguf(path).metadata))
+        assert message in bounded(lambda: len(read_gguf(path).metadata))
 
 
 def test_only_matching_entries_of_a_huge_imatrix_are_read(tmp_path: Path) -> None:
@@ -191,11 +195,11 @@ def test_only_matching_entries_of_a_huge_imatrix_are_read(tmp_path: Path) -> Non
     os.truncate(path, path.stat().st_size + large // 4 * 4)
     with path.open("ab") as file:
         file.write(name.replace(b"w", b"v") + struct.pack("<ii2f", 1, 2, 1.0, 2.0))
-    said = bounded(
+    outcome = bounded(
         lambda: {n: e.means.tolist() for n, e in read_imatrix(path, {"v": 2}).entries.items()}
     )
-    assert said == "done: {'v': [[1.0, 2.0]]}"
-    assert "it belongs" not in said
+    assert outcome == "done: {'v': [[1.0, 2.0]]}"
+    assert "it belongs" not in outcome
     assert "columns, the weight 2" in bounded(lambda: read_imatrix(path, {"w": 2}))
 
 
@@ -259,11 +263,16 @@ def test_a_manifest_with_wrong_types_is_read_as_none(tmp_path: Path) -> None:
 def test_huge_sparse_calibration_files_are_refused_before_digesting(
     tmp_path: Path, size: int
 ) -> None:
-    said = {"a.txt": "NUL", "b.jsonl": "NUL", "c.parquet": "no parquet", "d.dat": "no importance"}
-    for name in said:
+    messages = {
+        "a.txt": "NUL",
+        "b.jsonl": "NUL",
+        "c.parquet": "no parquet",
+        "d.dat": "no importance",
+    }
+    for name in messages:
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, size)
-    for name, match in said.items():
+    for name, match in messages.items():
         what = match if size <= roles.TABLE.max_bytes else f"more than {roles.TABLE.max_bytes}"
         source = str(tmp_path / name) if name != "d.dat" else f"imatrix:{name}"
         settings = Settings(imatrix=tmp_path / name) if name == "d.dat" else Settings()

@@ -53,18 +53,18 @@ def test_symbolic_links_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_sync_file_uses_fullfsync_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     def refused(_descriptor: int, _command: int) -> None:
         raise OSError(errno.ENOTSUP, "a network file system")
 
-    monkeypatch.setattr(os, "fsync", lambda _: told.append("system"))
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("system"))
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
-    for call, expected in (((lambda *_: told.append("drive")), ["drive"]), (refused, ["system"])):
-        told.clear()
+    for call, expected in (((lambda *_: calls.append("drive")), ["drive"]), (refused, ["system"])):
+        calls.clear()
         monkeypatch.setattr(fcntl, "fcntl", call)
         system.sync_file(0)
-        assert told == expected
+        assert calls == expected
 
 
 def test_peak_memory_is_in_bytes_on_linux_and_macos(monkeypatch: pytest.MonkeyPatch) -> None:

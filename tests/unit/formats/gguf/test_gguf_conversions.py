@@ -62,10 +62,10 @@ def test_gguf_integer_blocks_convert_to_mlx_and_back(kind, bits, models, tmp_pat
 
     rules = (Rule("embed_tokens", f"q{kind[1:].lower()}"),)  # llama-quantize would take Q6_K
     file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", kind, rules=rules)
-    made = api.export(str(file), None, tmp_path / "b", format="mlx")
-    assert (made.verdict, made.events) == ("exact", ())
-    stated = json.loads((tmp_path / "b" / "config.json").read_text())["quantization"]
-    assert (stated["bits"], stated["group_size"]) == (bits, 32)
+    outcome = api.export(str(file), None, tmp_path / "b", format="mlx")
+    assert (outcome.verdict, outcome.events) == ("exact", ())
+    declaration = json.loads((tmp_path / "b" / "config.json").read_text())["quantization"]
+    assert (declaration["bits"], declaration["group_size"]) == (bits, 32)
     numbers, same = (
         decode_checkpoint(open_gguf(file)),
         decode_checkpoint(open_checkpoint(tmp_path / "b")),
@@ -85,8 +85,8 @@ def test_an_embedding_is_decoded_for_formats_that_cannot_hold_it(models, tmp_pat
     with pytest.raises(RefusedError, match=r"embed_tokens: decoded, .* not F16 numbers") as caught:
         api.export(str(file), None, tmp_path / "b", format="gptq")
     assert "--allow-inexact" in caught.value.hint
-    made = api.export(str(file), None, tmp_path / "b", format="gptq", allow_inexact=True)
-    assert [event.where for event in made.events] == ["model.embed_tokens"]
+    outcome = api.export(str(file), None, tmp_path / "b", format="gptq", allow_inexact=True)
+    assert [event.where for event in outcome.events] == ["model.embed_tokens"]
     numbers, same = (
         decode_checkpoint(open_gguf(file)),
         decode_checkpoint(open_checkpoint(tmp_path / "b")),
@@ -119,8 +119,8 @@ def test_an_awq_model_exports_to_gguf_exactly(models, tmp_path):
     first, second = decode_checkpoint(open_model(a)), decode_checkpoint(open_model(b))
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.computed)
     assert len(first.computed) == 14
-    stated = from_toml(read_gguf(b).value("quantforge.recipe", str))
-    assert (stated.method, stated.bits) == ("awq", 4)  # the rounding, not the move
+    stored_recipe = from_toml(read_gguf(b).value("quantforge.recipe", str))
+    assert (stored_recipe.method, stored_recipe.bits) == ("awq", 4)  # the rounding, not the move
 
 
 def test_tokenizer_differences_are_events_of_an_export(models, tmp_path):
@@ -130,10 +130,10 @@ def test_tokenizer_differences_are_events_of_an_export(models, tmp_path):
     model = edited(models("llama-tied"), tmp_path / "m", nfc)
     source = quantized(model, tmp_path / "a", "int4:g32:sym")
     moved = {"allow_inexact": True, "format": "gguf", "embedding": "keep"}
-    made = api.export(str(source), None, tmp_path / "b.gguf", **moved)
-    kinds = [event.kind for event in made.events if event.kind != "inexact"]
+    outcome = api.export(str(source), None, tmp_path / "b.gguf", **moved)
+    kinds = [event.kind for event in outcome.events if event.kind != "inexact"]
     assert kinds == ["tokenizer-differs"]
-    assert [event["kind"] for event in manifest.read_manifest(made.out)["events"]].count(
+    assert [event["kind"] for event in manifest.read_manifest(outcome.out)["events"]].count(
         kinds[0]
     ) == 1
     strict = Settings(policy=Policy(allow={"tokenizer-differs": 0}))
@@ -156,14 +156,14 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     ended = command(capsys, "export", source, "-o", tmp_path / "b.gguf")
     assert ended.code == 0, ended.err
     assert "exact but for the embedding" in ended.err
-    told = f"chosen: {name}: F16, 164 kB -> q6_k, 67.2 kB (tied embedding, as llama-quantize); --embedding keep"
-    assert ended.err.index(told) < ended.err.index("exact but for the embedding")
+    message = f"chosen: {name}: F16, 164 kB -> q6_k, 67.2 kB (tied embedding, as llama-quantize); --embedding keep"
+    assert ended.err.index(message) < ended.err.index("exact but for the embedding")
     types = {key: entry.type for key, entry in read_gguf(tmp_path / "b.gguf").tensors.items()}
     assert types.pop("token_embd.weight") == "Q6_K"
     assert set(types.values()) == {"Q4_0", "F32"}
-    said = manifest.read_manifest(tmp_path / "b.gguf")
-    assert said["event_counts"] == {"embedding-quantized": 1}
-    (entry,) = [item for item in said["tensors"] if item["name"] == name]
+    document = manifest.read_manifest(tmp_path / "b.gguf")
+    assert document["event_counts"] == {"embedding-quantized": 1}
+    (entry,) = [item for item in document["tensors"] if item["name"] == name]
     assert (entry["scheme"], entry["error"] < 1e-3) == ("q6_k", True)
     for origin in (model, source):
         assert api.verify(tmp_path / "b.gguf", source=origin).findings == []
@@ -173,8 +173,8 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     assert not (tmp_path / "x.gguf").exists()
     kept = export(source, tmp_path / "c.gguf", None, embedding="keep", policy=strict)
     eights = export(source, tmp_path / "d.gguf", None, embedding="q8_0")
-    found = [read_gguf(path).tensors["token_embd.weight"].type for path in (kept, eights)]
-    assert found == ["F16", "Q8_0"]
+    embedding_types = [read_gguf(path).tensors["token_embd.weight"].type for path in (kept, eights)]
+    assert embedding_types == ["F16", "Q8_0"]
 
 
 def test_export_does_not_round_untied_or_quantized_embeddings(models, tmp_path):
@@ -238,8 +238,8 @@ def test_refused_quantized_files_get_a_command_that_works(models, tmp_path, caps
         named = shlex.split(" ".join(refused.err.split()).split("`")[1])
         assert named[:3] == ["quantforge", typed[0], "m.gguf"]
         options = typed[2:] if typed[0] == "quantize" else typed[-2:]
-        made = command(capsys, *named[1:], *options)
-        assert made.code == 0, made.err
+        result = command(capsys, *named[1:], *options)
+        assert result.code == 0, result.err
         out = Path(typed[typed.index("-o") + 1])
         assert manifest.read_manifest(out)["event_counts"]["requantized"] == 1
     kept = open_checkpoint(Path("a")).entries["model.embed_tokens.weight"]
@@ -258,10 +258,10 @@ def test_a_byte_level_tokenizer_round_trips_through_gguf(kind, models, tmp_path)
     tokenizer = gguf_models.byte_level_tokenizer(kind)
     tokenizer.save(str(model / "tokenizer.json"))
     files = tokenizer_files(read_gguf(export(model, tmp_path / "x.gguf")))
-    found = Tokenizer.from_str(files["tokenizer.json"].decode())
+    loaded = Tokenizer.from_str(files["tokenizer.json"].decode())
     text = "Hello wörld, it's 1234 don't 日本語 русский  \n\n 2024</s> x"
-    assert found.encode(text).ids == tokenizer.encode(text).ids
-    assert found.decode(found.encode(text).ids) == tokenizer.decode(tokenizer.encode(text).ids)
+    assert loaded.encode(text).ids == tokenizer.encode(text).ids
+    assert loaded.decode(loaded.encode(text).ids) == tokenizer.decode(tokenizer.encode(text).ids)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -273,9 +273,9 @@ def test_a_sentencepiece_tokenizer_round_trips_through_gguf(prefix, models, tmp_
     tokenizer.save(str(model / "tokenizer.json"))
     file = read_gguf(export(model, tmp_path / "x.gguf"))
     assert file.value("tokenizer.ggml.add_space_prefix", bool) is prefix
-    found = Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"].decode())
+    loaded = Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"].decode())
     text = "Hello wörld, it's 1234 日本語 русский  \n\n 🚀 x"
-    assert found.encode(text).ids == tokenizer.encode(text).ids
+    assert loaded.encode(text).ids == tokenizer.encode(text).ids
 
 
 def pieces_file(**changes: object) -> GgufFile:
@@ -303,9 +303,9 @@ def pieces_file(**changes: object) -> GgufFile:
 def test_bos_and_eos_are_added_even_if_marked_unused(changes, expected):
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_str(tokenizer_files(pieces_file(**changes))["tokenizer.json"].decode())
-    assert found.encode("ab").ids == expected
-    assert found.token_to_id("<s>") == 0
+    loaded = Tokenizer.from_str(tokenizer_files(pieces_file(**changes))["tokenizer.json"].decode())
+    assert loaded.encode("ab").ids == expected
+    assert loaded.token_to_id("<s>") == 0
 
 
 @pytest.mark.parametrize("scores", [[0.0] * 4, [0.0] * 6, ["x"] * 5])
@@ -330,8 +330,8 @@ def test_a_gguf_file_converts_to_another_type(models, tmp_path):
     )
     first, second = open_gguf(direct), open_gguf(by_way)
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.entries)
-    one, two = read_gguf(direct).metadata, read_gguf(by_way).metadata
-    assert {key: value for key, value in one.items() if key.startswith("tokenizer")} == {
+    direct_keys, two = read_gguf(direct).metadata, read_gguf(by_way).metadata
+    assert {key: value for key, value in direct_keys.items() if key.startswith("tokenizer")} == {
         key: value for key, value in two.items() if key.startswith("tokenizer")
     }
     with pytest.raises(RefusedError, match="second quantization"):
@@ -375,15 +375,17 @@ def test_decode_only_gguf_types_are_read(models, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = open_gguf(tmp_path / "y.gguf")
+    checkpoint = open_gguf(tmp_path / "y.gguf")
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-    assert torch.equal(found.read("model.layers.1.mlp.up_proj.weight"), expected)
-    assert torch.equal(found.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9])
-    assert "quantization_config" not in found.config
+    assert torch.equal(checkpoint.read("model.layers.1.mlp.up_proj.weight"), expected)
+    assert torch.equal(
+        checkpoint.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9]
+    )
+    assert "quantization_config" not in checkpoint.config
     shown = api.inspect(tmp_path / "y.gguf")
-    (held,) = (one for one in shown.tensors if one.name == "model.layers.1.mlp.up_proj.weight")
-    assert (held.dtype, held.shape, held.nbytes) == ("nvfp4", (512, 256), 512 * 4 * 36)
-    assert (shown.quantized_weights, shown.quantized_bytes) == (512 * 256, held.nbytes)
+    (tensor,) = (item for item in shown.tensors if item.name == "model.layers.1.mlp.up_proj.weight")
+    assert (tensor.dtype, tensor.shape, tensor.nbytes) == ("nvfp4", (512, 256), 512 * 4 * 36)
+    assert (shown.quantized_weights, shown.quantized_bytes) == (512 * 256, tensor.nbytes)
     assert shown.schemes["nvfp4"] == 1
     assert shown.tensor_bytes < shown.file_bytes
 
@@ -396,9 +398,9 @@ def test_types_that_need_importance_are_refused_without_it(kind, models):
 
 
 def test_iq2_xxs_with_calibration_text_plans_gptq():
-    made = api.plan(str(DEMO), Recipe(format="gguf", type="IQ2_XXS"))
-    assert "gptq" in " ".join(made.notes)
-    assert {tensor.scheme.weight.grid for tensor in made.tensors if tensor.scheme} == {
+    planned = api.plan(str(DEMO), Recipe(format="gguf", type="IQ2_XXS"))
+    assert "gptq" in " ".join(planned.notes)
+    assert {tensor.scheme.weight.grid for tensor in planned.tensors if tensor.scheme} == {
         "iq2_xxs",
         "q2_k",
         "q5_k",
@@ -406,24 +408,24 @@ def test_iq2_xxs_with_calibration_text_plans_gptq():
 
 
 def test_an_iq_scheme_applies_to_all_linears():
-    made = api.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
-    grids = {t.scheme.weight.grid for t in made.tensors if t.scheme and "embed" not in t.name}
+    planned = api.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
+    grids = {t.scheme.weight.grid for t in planned.tensors if t.scheme and "embed" not in t.name}
     assert grids == {"iq2_s"}
 
 
 def test_iq3_s_blocks_are_decoded_for_plain_exports(tmp_path, models):
     source = models("llama-tied", **WIDE)
     file = export(source, tmp_path / "x.gguf", "IQ3_S")
-    found, plain = (
+    checkpoint, plain = (
         open_gguf(file),
         export(file, tmp_path / "d", None, format="plain", allow_inexact=True),
     )
     name = "model.layers.1.mlp.up_proj.weight"
-    grid = found.config["gguf_types"][name] if "gguf_types" in found.config else "iq3_s"
+    grid = checkpoint.config["gguf_types"][name] if "gguf_types" in checkpoint.config else "iq3_s"
     assert grid == "iq3_s"
     from quantforge.files.reader import open_checkpoint
 
-    decoded = decode_blocks(found.read(name), "IQ3_S")
+    decoded = decode_blocks(checkpoint.read(name), "IQ3_S")
     stored = open_checkpoint(plain).read(name)
     torch.testing.assert_close(stored.float(), decoded.to(stored.dtype).float(), rtol=0, atol=0)
 

@@ -21,10 +21,10 @@ FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "smollm3", 
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "config.json").read_text())
-    if found["model_type"] == "smollm3":  # llama.cpp knows one interval
-        found |= {"no_rope_layer_interval": 4, "no_rope_layers": [1] * found["num_hidden_layers"]}
-    return found
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    if config["model_type"] == "smollm3":  # llama.cpp knows one interval
+        config |= {"no_rope_layer_interval": 4, "no_rope_layers": [1] * config["num_hidden_layers"]}
+    return config
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,9 +32,9 @@ def test_missing_config_keys_take_transformers_defaults(tiny: Tiny, family: str)
     config = config_of(tiny(family))
     bare = {key: value for key, value in config.items() if key not in KEYS}
     whole: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
-    stated = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
-    assert stated.keys() > bare.keys()
-    expected = translate_parameters(stated)
+    completed = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
+    assert completed.keys() > bare.keys()
+    expected = translate_parameters(completed)
     for config in (bare, bare | {"rope_parameters": None}):
         got = translate_parameters(config)
         assert (got.keys, got.computed) == (expected.keys, expected.computed)
@@ -44,13 +44,13 @@ def test_a_missing_rope_type_is_default(tiny: Tiny) -> None:
     """As in transformers, once a base is stated."""
     bases = {word: {"rope_theta": 1e4} for word in ("sliding_attention", "full_attention")}
     plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
-    made = [
+    translated = [
         translate_parameters(
-            config_of(tiny("gemma4")) | {"model_type": "gemma4_text", "rope_parameters": stated}
+            config_of(tiny("gemma4")) | {"model_type": "gemma4_text", "rope_parameters": rope}
         )
-        for stated in (bases, plain)
+        for rope in (bases, plain)
     ]
-    assert made[0] == made[1]
+    assert translated[0] == translated[1]
 
 
 def test_missing_norm_topk_prob_is_refused(tiny: Tiny) -> None:
@@ -63,8 +63,8 @@ def test_missing_norm_topk_prob_is_refused(tiny: Tiny) -> None:
 def declared(model_type: str) -> dict[str, Any]:
     """Return a tiny configuration as transformers completes it."""
     model_type, values = {**gguf_models.FAMILIES, **gguf_models.WRITTEN}[model_type]
-    found: dict[str, Any] = AutoConfig.for_model(model_type, **values).to_dict()
-    return found
+    config: dict[str, Any] = AutoConfig.for_model(model_type, **values).to_dict()
+    return config
 
 
 TABLED = {"arcee", "exaone4", "granite", "granitemoe", "llama", "llama4", "mistral", "mixtral"}
@@ -96,15 +96,15 @@ SCALED = NAMES - LATENT - {"gemma4", "ministral3", "phi3"}
 def test_only_rope_scaling_supported_by_the_graph_is_written(
     rope: dict[str, Any], carried: set[str]
 ) -> None:
-    found = set()
+    written = set()
     for name in NAMES:
         config = declared(name)
         config.pop("rope_scaling", None)
         config["rope_parameters"] = {"rope_theta": 1e4, **rope}
         with suppress(RefusedError, InputError):
             translate_parameters(config)
-            found.add(name)
-    assert found == carried
+            written.add(name)
+    assert written == carried
 
 
 def test_contradicting_rotary_dimensions_are_refused() -> None:

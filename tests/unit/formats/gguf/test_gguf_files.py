@@ -64,19 +64,21 @@ def test_every_tensor_and_setting_round_trips_through_gguf(name, models, tmp_pat
     out = export(model, tmp_path / "x.gguf", "F32")
     from quantforge.formats.open_model import open_model
 
-    source, found = unstack_experts(open_model(model)), open_gguf(out)
-    assert set(found.entries) == set(source.entries)
+    source, checkpoint = unstack_experts(open_model(model)), open_gguf(out)
+    assert set(checkpoint.entries) == set(source.entries)
     for tensor in source.entries:
         expected = source.read(tensor).float()
         tolerance = 1e-6 if ("gemma" in name or name == "nemotron") and "norm" in tensor else 0.0
-        torch.testing.assert_close(found.read(tensor), expected, rtol=0, atol=tolerance, msg=tensor)
-        rows = found.read_rows(tensor, 0, 1) if expected.dim() else found.read(tensor)
+        torch.testing.assert_close(
+            checkpoint.read(tensor), expected, rtol=0, atol=tolerance, msg=tensor
+        )
+        rows = checkpoint.read_rows(tensor, 0, 1) if expected.dim() else checkpoint.read(tensor)
         torch.testing.assert_close(rows, expected[:1], rtol=0, atol=tolerance)
     from transformers import AutoConfig
 
     before = AutoConfig.from_pretrained(model).to_dict()
     after = AutoConfig.for_model(
-        **{**found.config, "model_type": found.config["model_type"]}
+        **{**checkpoint.config, "model_type": checkpoint.config["model_type"]}
     ).to_dict()
     for key in SETTINGS & before.keys():
         if before[key] is not None:
@@ -145,15 +147,17 @@ def test_template_changes_compares_templates_as_transformers_reads_them():
     source = {"tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}
     source["chat_template.json"] = b'{"chat_template": "not taken"}'
     own = {"chat_template.jinja": b"default\n", "additional_chat_templates/a_b.jinja": b"a-b"}
-    for files, found in (
+    for files, expected in (
         (own, []),
         ({**own, "additional_chat_templates/a_b.jinja": b"x"}, ["a_b = 'x'"]),
         ({"chat_template.jinja": b"default"}, ["a_b = nothing"]),
         ({**own, "additional_chat_templates/more.jinja": b"m"}, ["the source has nothing"]),
     ):
-        told = [str(one) for one in template_changes(SideFiles({}, files), SideFiles({}, source))]
-        assert len(told) == len(found)
-        assert all(part in one for one, part in zip(told, found, strict=True))
+        changes = [
+            str(change) for change in template_changes(SideFiles({}, files), SideFiles({}, source))
+        ]
+        assert len(changes) == len(expected)
+        assert all(part in change for change, part in zip(changes, expected, strict=True))
 
 
 def test_template_names_with_the_same_key_are_refused(models, tmp_path):
@@ -175,8 +179,8 @@ def test_a_template_key_unusable_as_a_file_name_is_refused(models, tmp_path):
 
 def test_eos_ids_outside_the_vocabulary_are_ignored(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 1099511627776, 2, 3]}')
-    found = special_ids({"a": 0, "b": 1, "c": 2, "d": 3}, {}, {}, tmp_path)
-    assert found == {"eos": 2, "eot": 3}
+    result = special_ids({"a": 0, "b": 1, "c": 2, "d": 3}, {}, {}, tmp_path)
+    assert result == {"eos": 2, "eot": 3}
 
 
 def test_unquantized_tensors_are_restored_to_the_source_shape():
@@ -230,11 +234,11 @@ def test_rules_override_the_mixture_and_misfit_shapes_are_substituted(
         rules=(Rule("v_proj", "q8_0"), Rule("re:.*layers.1.mlp.down_proj", "q4_0")),
     )  # fmt: skip
     plan = api.plan(str(model), recipe)
-    found = {tensor.name: str(tensor.scheme) for tensor in plan.tensors}
-    assert found["model.layers.0.self_attn.v_proj.weight"] == "q8_0"
-    assert found["model.layers.1.mlp.down_proj.weight"] == "q4_0"
-    assert found["model.layers.0.mlp.up_proj.weight"] == "None"
-    assert found["model.layers.0.self_attn.q_proj.weight"] == "q5_0"  # Q4_K does not divide 64
+    schemes = {tensor.name: str(tensor.scheme) for tensor in plan.tensors}
+    assert schemes["model.layers.0.self_attn.v_proj.weight"] == "q8_0"
+    assert schemes["model.layers.1.mlp.down_proj.weight"] == "q4_0"
+    assert schemes["model.layers.0.mlp.up_proj.weight"] == "None"
+    assert schemes["model.layers.0.self_attn.q_proj.weight"] == "q5_0"  # Q4_K does not divide 64
     events = {event.where: event.detail for event in plan.substitutions}
     assert events["model.layers.0.self_attn.q_proj.weight"].startswith(
         "Q4_K -> Q5_0, 5632 bytes: 64 columns"
@@ -264,8 +268,8 @@ def test_large_gguf_files_are_split_and_read_as_one(models, tmp_path):
     assert parts[0].name == f"x-00001-of-{len(parts):05}.gguf"
     assert not (tmp_path / "x.gguf").exists()
     assert side_path(parts[0]).is_file()
-    one, many = open_gguf(whole), open_gguf(parts[1])
-    assert all(torch.equal(one.read(name), many.read(name)) for name in one.entries)
+    single, many = open_gguf(whole), open_gguf(parts[1])
+    assert all(torch.equal(single.read(name), many.read(name)) for name in single.entries)
     with pytest.raises(RefusedError, match="exists"):
         export(model, tmp_path / "x.gguf", "F16")
     export(model, tmp_path / "x.gguf", "F16", overwrite=True)
@@ -285,8 +289,8 @@ def test_q8_0_files_of_every_family_compute_nearly_the_source_logits(name, model
     expected = torch.log_softmax(gguf_models.logits(model, ids), -1)
     with torch.no_grad():
         logits = load(export(model, tmp_path / "x.gguf", "Q8_0")).model(torch.tensor([ids])).logits
-    found = torch.log_softmax(logits[0, -1], -1)
-    assert 0 < (found - expected).abs().max() < 0.15  # rounded to 8 bits, and nothing else
+    actual = torch.log_softmax(logits[0, -1], -1)
+    assert 0 < (actual - expected).abs().max() < 0.15  # rounded to 8 bits, and nothing else
 
 
 def test_planned_peak_memory_grows_with_threads():

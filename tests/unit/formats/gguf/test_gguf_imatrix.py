@@ -45,9 +45,9 @@ TEXT = CalibrationOptions(samples=8, length=32)
 
 def test_importance_statistics_are_on_the_device_of_the_run():
     scheme = parse_layer("int4:g32:asym")
-    one, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
+    known, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
     planned = SimpleNamespace(
-        plan=SimpleNamespace(rounder="rtn", tensors=(one, other)),
+        plan=SimpleNamespace(rounder="rtn", tensors=(known, other)),
         recipe=Recipe(),
         model_layout=None,
     )
@@ -56,17 +56,17 @@ def test_importance_statistics_are_on_the_device_of_the_run():
         importance={"a": torch.ones(32)},
     )  # fmt: skip
     rounding = MatrixRounder(inputs, SimpleNamespace())
-    assert rounding.importance_statistics(one).squares.is_meta
+    assert rounding.importance_statistics(known).squares.is_meta
     assert rounding.importance_statistics(other).squares is None
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x.dat"])
 def test_imatrix_files_are_read_as_written(name, tmp_path):
     write_imatrix(tmp_path / name, FOUND)
-    found = read_imatrix(tmp_path / name)
-    assert (found.dataset, found.chunks) == ("builtin", 3)
+    imatrix = read_imatrix(tmp_path / name)
+    assert (imatrix.dataset, imatrix.chunks) == ("builtin", 3)
     for key, entry in FOUND.entries.items():
-        torch.testing.assert_close(found.entries[key].means, entry.means)
+        torch.testing.assert_close(imatrix.entries[key].means, entry.means)
 
 
 def test_the_gguf_imatrix_layout_matches_llama_cpp(tmp_path):
@@ -108,9 +108,9 @@ def test_imatrix_entries_of_matrices_and_expert_stacks_are_read(tmp_path):
         "blk.0.ffn_up_exps.weight.counts": [[3], [0], [4]],
     }
     by_gguf_py(tmp_path / "x.gguf", tensors)
-    found = read_imatrix(tmp_path / "x.gguf")
-    assert (found.dataset, found.chunks, found.chunk_size) == ("some.txt", 3, 512)
-    means = {name: entry.means.tolist() for name, entry in found.entries.items()}
+    imatrix = read_imatrix(tmp_path / "x.gguf")
+    assert (imatrix.dataset, imatrix.chunks, imatrix.chunk_size) == ("some.txt", 3, 512)
+    means = {name: entry.means.tolist() for name, entry in imatrix.entries.items()}
     assert means == {
         "blk.0.attn_q.weight": [[0.5, 2, 0, 8]],
         "blk.0.ffn_up_exps.weight": [[1, 2], [1, 1], [2, 0.5]],
@@ -182,11 +182,11 @@ def rounded(model, out, settings, **values):
 def test_imatrix_files_give_nearly_the_blocks_of_their_calibration(model, tmp_path):
     path = tmp_path / "x.gguf"
     api.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
-    found = read_imatrix(path)
-    assert len(found.entries) == 7 * 3
-    assert {entry.rows for entry in found.entries.values()} == {8 * 32}
+    imatrix = read_imatrix(path)
+    assert len(imatrix.entries) == 7 * 3
+    assert {entry.rows for entry in imatrix.entries.values()} == {8 * 32}
     q, k, up = (
-        found.entries[f"blk.1.{name}.weight"].means for name in ("attn_q", "attn_k", "ffn_up")
+        imatrix.entries[f"blk.1.{name}.weight"].means for name in ("attn_q", "attn_k", "ffn_up")
     )
     assert torch.equal(q, k)
     assert not torch.equal(q, up)
@@ -216,33 +216,35 @@ def test_make_imatrix_honors_precision_and_activation_settings(model, tmp_path, 
         api.make_imatrix(str(model), recipe, tmp_path / name, settings or Settings())
         return (tmp_path / name).read_bytes()
 
-    places, own = [], hidden_states.OnDisk.__init__
+    directories, own = [], hidden_states.OnDisk.__init__
 
     def noted(self, *args):
-        places.append(args[-1])
+        directories.append(args[-1])
         own(self, *args)
 
     monkeypatch.setattr(hidden_states.OnDisk, "__init__", noted)
     exact = made("a.gguf")
-    assert not places
+    assert not directories
     assert made("b.gguf", Settings(activations="disk")) == exact
-    assert {*places} == {tmp_path}
+    assert {*directories} == {tmp_path}
     assert made("c.gguf", precision="bfloat16") != exact
 
 
-@pytest.mark.parametrize("form", ["gguf", "compressed-tensors"])
-def test_importance_weighted_errors_do_not_depend_on_strips(form, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("format_key", ["gguf", "compressed-tensors"])
+def test_importance_weighted_errors_do_not_depend_on_strips(
+    format_key, model, tmp_path, monkeypatch
+):
     path, errors = tmp_path / "x.gguf", []
     api.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
-    own = {"type": "Q4_K_M"} if form == "gguf" else {"scheme": "int4:g64:sym"}
+    own = {"type": "Q4_K_M"} if format_key == "gguf" else {"scheme": "int4:g64:sym"}
     text = CalibrationOptions(source="imatrix:x.gguf")
     for name, elements in (("whole.gguf", 1 << 30), ("strips.gguf", 4096)):
         monkeypatch.setattr(data_free, "STRIP_ELEMENTS", elements)
-        out = tmp_path / (name if form == "gguf" else name.removesuffix(".gguf"))
-        recipe = Recipe(method="rtn", format=form, calibration=text, **own)
+        out = tmp_path / (name if format_key == "gguf" else name.removesuffix(".gguf"))
+        recipe = Recipe(method="rtn", format=format_key, calibration=text, **own)
         api.quantize(str(model), recipe, out, Settings(imatrix=path))
-        made = manifest.read_manifest(out)["tensors"]
-        errors.append({entry["name"]: entry["error"] for entry in made if "error" in entry})
+        records = manifest.read_manifest(out)["tensors"]
+        errors.append({entry["name"]: entry["error"] for entry in records if "error" in entry})
     assert len(errors[0]) >= 7 * 3
     assert errors[1] == pytest.approx(errors[0], rel=1e-5)  # a manifest has six digits
 
@@ -325,13 +327,13 @@ def of_layers(path, blocks, *others):
 def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, capsys):
     path, out = of_layers(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
     planned = api.plan(model, KNOWN, Settings(imatrix=path)).substitutions
-    (event,) = [one for one in planned if one.kind == "importance-incomplete"]
+    (event,) = [item for item in planned if item.kind == "importance-incomplete"]
     assert "no importance for 7 of 21 matrices: blk.2." in event.detail
     assert "and 4 more" in event.detail
 
     def ended(kind, *options):
-        asked = ("--type", kind, "--method", "rtn", "--imatrix", path, "-o", out)
-        return command(capsys, "quantize", model, *asked, *options)
+        arguments = ("--type", kind, "--method", "rtn", "--imatrix", path, "-o", out)
+        return command(capsys, "quantize", model, *arguments, *options)
 
     shown = ended("Q4_K_M", "--dry-run")
     assert (shown.code, "no importance for 7 of 21 matrices" in shown.out) == (0, True)
@@ -348,6 +350,6 @@ def test_imatrix_with_more_layers_is_refused_and_unknown_names_noted(model, tmp_
     with pytest.raises(InputError, match="importance of 4 layers, the model has 3"):
         api.plan(model, KNOWN, Settings(imatrix=more))
     strange = of_layers(tmp_path / "x.gguf", 3, "blk.0.attn_kv_b.weight", "output.weight")
-    made = api.plan(model, KNOWN, Settings(imatrix=strange))
-    assert not [one for one in made.substitutions if one.kind == "importance-incomplete"]
-    assert [note for note in made.notes if "1 of its matrices are of no tensor" in note]
+    planned = api.plan(model, KNOWN, Settings(imatrix=strange))
+    assert not [item for item in planned.substitutions if item.kind == "importance-incomplete"]
+    assert [note for note in planned.notes if "1 of its matrices are of no tensor" in note]

@@ -65,15 +65,15 @@ def test_derived_families_do_not_share_a_gguf_declaration() -> None:
 def outcome(config: Mapping[str, Any]) -> object:
     """Return what becomes of a configuration: what is written of it, or why it is refused."""
     try:
-        found, declared = translate_parameters(config), architecture_of(config)
+        parameters, declared = translate_parameters(config), architecture_of(config)
         assert declared is not None
-        layers = declared.layer_kinds(config, found.dimensions)
+        layers = declared.layer_kinds(config, parameters.dimensions)
     except (QuantForgeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return str(error)
     return (
-        found.keys,
-        found.computed,
-        found.events,
+        parameters.keys,
+        parameters.computed,
+        parameters.events,
         declared.for_config(config).outer_parameters,
         layers,
     )

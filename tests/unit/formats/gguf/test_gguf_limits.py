@@ -65,8 +65,8 @@ def test_a_gguf_file_may_be_empty(path):
 )  # fmt: skip
 def test_tensor_and_key_counts_are_limited_by_the_file_size(path, tensors, keys, size, refused):
     """The zeros behind the header are a first key or name of no bytes, if it comes to that."""
-    said = f"{tensors} tensors in" if tensors else f"{keys} keys in"
-    assert (said in why(path, header(tensors, keys), 24 + size)) == refused
+    message = f"{tensors} tensors in" if tensors else f"{keys} keys in"
+    assert (message in why(path, header(tensors, keys), 24 + size)) == refused
 
 
 def test_the_key_length_limit_is_65535_bytes(path):
@@ -92,8 +92,8 @@ def test_the_total_of_array_values_is_limited(path, monkeypatch):
         key(name, 9, struct.pack("<iQ", 0, count)) + bytes(count)
         for name, count in (("a", 600), ("b", 400))
     ]
-    found = read(path, header(0, 2) + b"".join(two))
-    assert [len(found.value(name, list)) for name in "ab"] == [600, 400]
+    gguf_file = read(path, header(0, 2) + b"".join(two))
+    assert [len(gguf_file.value(name, list)) for name in "ab"] == [600, 400]
     two[1] = key("b", 9, struct.pack("<iQ", 0, 401)) + bytes(401)
     assert "'b': an array of 401 values" in why(path, header(0, 2) + b"".join(two))
 
@@ -112,8 +112,8 @@ def test_strings_across_read_chunks_are_read(path, monkeypatch):
     monkeypatch.setattr(reader, "_READ_BYTES", 64)
     texts = ["a" * n for n in (*range(40), 63, 64, 65, 200, 3)]
     keys = b"".join(key(f"k{n}", 8, string(text)) for n, text in enumerate(texts))
-    found = read(path, header(0, len(texts)) + keys)
-    assert [value.value for value in found.metadata.values()] == texts
+    gguf_file = read(path, header(0, len(texts)) + keys)
+    assert [value.value for value in gguf_file.metadata.values()] == texts
 
 
 def test_a_gguf_file_truncated_while_being_read_is_noticed(path, monkeypatch):
@@ -131,8 +131,11 @@ def test_valid_alignments_are_honored(path, alignment):
     table = [info("v", (8,)), info("w", (8,), offset=max(alignment, 32))]
     head = header(2, 1) + key(ALIGNMENT, 4, struct.pack("<I", alignment)) + b"".join(table)
     data = -(-len(head) // alignment) * alignment
-    found = read(path, head, data + max(alignment, 32) + 32)
-    assert [entry.start for entry in found.tensors.values()] == [data, data + max(alignment, 32)]
+    gguf_file = read(path, head, data + max(alignment, 32) + 32)
+    assert [entry.start for entry in gguf_file.tensors.values()] == [
+        data,
+        data + max(alignment, 32),
+    ]
 
 
 @pytest.mark.parametrize("alignment", [4, 24, 1 << 17])
@@ -156,25 +159,29 @@ def test_metadata_values_are_checked_against_the_requested_type(path):
     write(
         path, {"n": u32_value(5), "b": bool_value(True), "f": MetadataValue(ValueType.F32, 0.5)}, []
     )
-    found = read_gguf(path)
-    assert (found.value("n", float), found.value("f", float), found.value("b", bool)) == (
+    gguf_file = read_gguf(path)
+    assert (
+        gguf_file.value("n", float),
+        gguf_file.value("f", float),
+        gguf_file.value("b", bool),
+    ) == (
         5.0,
         0.5,
         True,
     )
-    assert type(found.value("n", float)) is float
-    assert found.value("m", str, "otherwise") == "otherwise"
+    assert type(gguf_file.value("n", float)) is float
+    assert gguf_file.value("m", str, "otherwise") == "otherwise"
     for name, kind in (("f", int), ("b", int), ("b", float), ("n", str)):
         with pytest.raises(InputError, match=f"expected {kind.__name__}"):
-            found.value(name, kind)
+            gguf_file.value(name, kind)
 
 
 def test_raw_entries_are_bytes_for_block_types(path):
     write(
         path, {}, [GgufTensor("w", "F32", (2, 3, 8)), GgufTensor("q", "Q8_0", (2, 3, 64))], fill=1
     )
-    found = read_gguf(path).tensors
-    assert [(found[n].raw().dtype, found[n].raw().shape) for n in "wq"] == [
+    entries = read_gguf(path).tensors
+    assert [(entries[n].raw().dtype, entries[n].raw().shape) for n in "wq"] == [
         ("F32", (2, 3, 8)), ("U8", (6, 68)),
     ]  # fmt: skip
 
@@ -187,20 +194,20 @@ def test_gguf_files_are_recognized_by_their_header(path):
     assert not is_gguf(path.with_name("missing"))
 
 
-def parts(path: Path, *stated: tuple[int, int]) -> Path:
+def parts(path: Path, *splits: tuple[int, int]) -> Path:
     """A file for every (``split.no``, ``split.count``), numbered as they come."""
-    for n, (number, count) in enumerate(stated):
+    for n, (number, count) in enumerate(splits):
         keys = {"split.no": u32_value(number), "split.count": u32_value(count)}
-        name = f"m-{n + 1:05}-of-{len(stated):05}.gguf"
+        name = f"m-{n + 1:05}-of-{len(splits):05}.gguf"
         write(path.with_name(name), keys, [GgufTensor(f"w{n}", "F32", (8,))])
-    return path.with_name(f"m-00001-of-{len(stated):05}.gguf")
+    return path.with_name(f"m-00001-of-{len(splits):05}.gguf")
 
 
 def test_split_gguf_parts_are_checked(path):
     assert list(read_gguf(parts(path, (0, 1))).tensors) == ["w0"]
-    for stated in (((0, 2), (0, 2)), ((0, 2), (1, 3))):
+    for splits in (((0, 2), (0, 2)), ((0, 2), (1, 3))):
         with pytest.raises(InputError, match=r"00002-of-00002.*: says to be another part"):
-            read_gguf(parts(path, *stated))
+            read_gguf(parts(path, *splits))
     for count, message in (
         (0, "not named so"),
         (1 << 16, "00002-of-65536"),

@@ -32,9 +32,9 @@ def tensors(
 
 def letters(chosen: dict[str, str], layer: str) -> str:
     """Types of one layer over all blocks: 4 for Q4_K, ... and 0 for Q8_0."""
-    found = {name: kind for name, kind in chosen.items() if f".{layer}." in name}
-    return "".join(found[name].replace("Q8_0", "0")[1 if found[name] != "Q8_0" else 0]
-                   for name in sorted(found, key=file_order))  # fmt: skip
+    types = {name: kind for name, kind in chosen.items() if f".{layer}." in name}
+    return "".join(types[name].replace("Q8_0", "0")[1 if types[name] != "Q8_0" else 0]
+                   for name in sorted(types, key=file_order))  # fmt: skip
 
 
 DENSE = ModelShape(layers=16, heads=32, kv_heads=32)

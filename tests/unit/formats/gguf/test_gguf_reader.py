@@ -273,17 +273,17 @@ def test_written_files_are_read_alike_by_gguf_py(keys, shapes, tmp_path_factory)
         tensors.append(GgufTensor(name, kind, (*outer, blocks * width)))
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
     write(path, keys, tensors, fill=7)
-    found = read_gguf(path)
+    gguf_file = read_gguf(path)
     peer = gguf.GGUFReader(path)
-    assert {name: value.value for name, value in found.metadata.items()} == {
+    assert {name: value.value for name, value in gguf_file.metadata.items()} == {
         name: value.value for name, value in keys.items()
     }
-    for name, value in found.metadata.items():
+    for name, value in gguf_file.metadata.items():
         other = peer.fields[name].contents() if value.value != [] else []
         assert np.array_equal(np.asarray(other), np.asarray(value.value)), name
-    assert [tensor.name for tensor in peer.tensors] == list(found.tensors)
+    assert [tensor.name for tensor in peer.tensors] == list(gguf_file.tensors)
     for tensor in peer.tensors:
-        entry = found.tensors[tensor.name]
+        entry = gguf_file.tensors[tensor.name]
         assert tuple(reversed(tensor.shape.tolist())) == entry.shape
         assert tensor.tensor_type.name == entry.type
         assert (tensor.data_offset, tensor.n_bytes) == (entry.start, entry.end - entry.start)
@@ -303,14 +303,14 @@ def test_files_written_by_gguf_py_are_read(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = read_gguf(path)
-    assert found.value("a", int) == 3
-    assert found.value("tokens", list) == ["x", "y"]
-    assert (found.tensors["w"].shape, found.tensors["q"].type) == ((2, 32), "Q8_0")
+    gguf_file = read_gguf(path)
+    assert gguf_file.value("a", int) == 3
+    assert gguf_file.value("tokens", list) == ["x", "y"]
+    assert (gguf_file.tensors["w"].shape, gguf_file.tensors["q"].type) == ((2, 32), "Q8_0")
     with pytest.raises(InputError, match="'missing' is missing"):
-        found.value("missing", int)
+        gguf_file.value("missing", int)
     with pytest.raises(InputError, match="expected str"):
-        found.value("a", str)
+        gguf_file.value("a", str)
 
 
 @settings(max_examples=150, deadline=None)
@@ -324,14 +324,14 @@ def test_damaged_files_are_refused_or_read_like_gguf_py(place, value, cut, tmp_p
     data[place % len(data)] = value
     path.write_bytes(bytes(data[: len(data) - cut] if cut < 64 else data))
     try:
-        found = read_gguf(path)
+        gguf_file = read_gguf(path)
     except InputError:
         return
     peer = gguf.GGUFReader(path)
-    assert [tensor.name for tensor in peer.tensors] == list(found.tensors)
+    assert [tensor.name for tensor in peer.tensors] == list(gguf_file.tensors)
     for tensor in peer.tensors:
-        assert tuple(reversed(tensor.shape.tolist())) == found.tensors[tensor.name].shape
-        assert tensor.data_offset == found.tensors[tensor.name].start
+        assert tuple(reversed(tensor.shape.tolist())) == gguf_file.tensors[tensor.name].shape
+        assert tensor.data_offset == gguf_file.tensors[tensor.name].start
 
 
 def test_split_parts_are_read_as_one_and_must_be_complete(tmp_path):
@@ -351,9 +351,9 @@ def test_split_parts_are_read_as_one_and_must_be_complete(tmp_path):
         read_gguf(tmp_path / "m-00001-of-00002.gguf")
     part(1, 2, "b")
     for number in (1, 2):
-        found = read_gguf(tmp_path / f"m-0000{number}-of-00002.gguf")
-        assert list(found.tensors) == ["a", "b"]
-        assert found.value("general.name", str) == "m"
+        gguf_file = read_gguf(tmp_path / f"m-0000{number}-of-00002.gguf")
+        assert list(gguf_file.tensors) == ["a", "b"]
+        assert gguf_file.value("general.name", str) == "m"
     part(1, 2, "a")
     with pytest.raises(InputError, match="another part"):
         read_gguf(tmp_path / "m-00001-of-00002.gguf")

@@ -51,8 +51,8 @@ def blocks_by_ggml(tensor, plain, importance):
         return weights.numpy().tobytes()
     matrices = weights if weights.ndim == 3 else weights[None]
     means = [None] * len(matrices) if importance is None else importance.means
-    parts = [quantized(one.contiguous(), tensor.type.lower(), columns)
-             for one, columns in zip(matrices, means, strict=True)]  # fmt: skip
+    parts = [quantized(matrix.contiguous(), tensor.type.lower(), columns)
+             for matrix, columns in zip(matrices, means, strict=True)]  # fmt: skip
     return torch.cat(parts).numpy().tobytes()
 
 
@@ -62,8 +62,8 @@ def test_reference_scales_give_the_bytes_of_ggml(name, known, tmp_path):
     kind, sizes = MODELS[name]
     source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
     plain = export(source, tmp_path / "plain.gguf", "F32")
-    found = importance_of(plain)
-    write_imatrix(tmp_path / "im.gguf", found)
+    imatrix = importance_of(plain)
+    write_imatrix(tmp_path / "im.gguf", imatrix)
     text = CalibrationOptions(source="imatrix:im.gguf") if known else NO_DATA
     recipe = Recipe(format="gguf", type=kind, scales="reference", calibration=text)
     settings = Settings(imatrix=tmp_path / "im.gguf" if known else None)
@@ -71,7 +71,7 @@ def test_reference_scales_give_the_bytes_of_ggml(name, known, tmp_path):
     weights = read_gguf(plain).tensors
     types = set()
     for key, tensor in read_gguf(tmp_path / "x.gguf").tensors.items():
-        importance = found.entries.get(key) if known else None
+        importance = imatrix.entries.get(key) if known else None
         types.add(tensor.type)
         stored = numpy.asarray(read_tensor(tensor.raw()).view(torch.uint8)).tobytes()
         assert stored == blocks_by_ggml(tensor, weights[key], importance), key
@@ -126,12 +126,14 @@ def test_reference_scales_are_refused_without_a_llama_cpp_quantizer(model, tmp_p
 
 @pytest.mark.thorough
 def test_scales_option_is_refused_for_quantized_models(model, tmp_path, capsys):
-    made = tmp_path / "q"
-    assert command(capsys, "quantize", model, "--bits", 4, "-o", made, *ROWS).code == 0
-    wanted = ("--format", "gguf", "--scales", "reference", "-o", tmp_path / "x.gguf")
-    ended = command(capsys, "export", made, *wanted)
+    quantized_model = tmp_path / "q"
+    assert command(capsys, "quantize", model, "--bits", 4, "-o", quantized_model, *ROWS).code == 0
+    arguments = ("--format", "gguf", "--scales", "reference", "-o", tmp_path / "x.gguf")
+    ended = command(capsys, "export", quantized_model, *arguments)
     assert (ended.code, "--scales" in ended.err) == (2, True)
-    ended = command(capsys, "export", made, "--type", "Q4_0", "--source", model, *wanted)
+    ended = command(
+        capsys, "export", quantized_model, "--type", "Q4_0", "--source", model, *arguments
+    )
     assert (ended.code, "drop --scales" in ended.err) == (2, True)
-    ended = command(capsys, "export", made, "--type", "Q4_0", "--requantize", *wanted)
+    ended = command(capsys, "export", quantized_model, "--type", "Q4_0", "--requantize", *arguments)
     assert ended.code == 0

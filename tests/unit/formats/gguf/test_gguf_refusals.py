@@ -39,10 +39,10 @@ def test_families_and_settings_unsupported_by_gguf_are_refused(models, tmp_path,
         refused(RefusedError, match, model, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "said"), [("glm4-moe", True), ("llama", False)])
-def test_a_plan_notes_gguf_files_that_cannot_be_read_back(family, said, tiny):
+@pytest.mark.parametrize(("family", "noted"), [("glm4-moe", True), ("llama", False)])
+def test_a_plan_notes_gguf_files_that_cannot_be_read_back(family, noted, tiny):
     plan = api.plan(str(tiny(family)), Recipe(format="gguf", type="Q8_0", scales="absmax"))
-    assert (UNREAD in plan.notes) is said
+    assert (UNREAD in plan.notes) is noted
 
 
 def test_tensors_unknown_to_the_llama_cpp_graph_are_refused(tmp_path, tiny):
@@ -177,9 +177,9 @@ def test_a_dropped_sliding_window_is_an_event(models, tmp_path):
         )
         out = export(model, tmp_path / f"{number}.gguf")
         document = manifest.read_manifest(out)
-        found = [item for item in document["events"] if item["kind"] == "sliding-window-dropped"]
-        assert len(found) == events
-        assert all("equal up to 16 tokens" in item["detail"] for item in found)
+        dropped = [item for item in document["events"] if item["kind"] == "sliding-window-dropped"]
+        assert len(dropped) == events
+        assert all("equal up to 16 tokens" in item["detail"] for item in dropped)
         assert number or not verify(out, model).findings
     policy = Policy(strict=True)
     refused(RefusedError, "sliding-window-dropped", tmp_path / "0", tmp_path, policy=policy)

@@ -40,9 +40,9 @@ def with_weights(model: Any, source: Checkpoint, *, transposed: bool) -> Any:
     plain, experts = dict[str, torch.Tensor](), dict[tuple[str, str], dict[int, torch.Tensor]]()
     for name in source.entries:
         value = source.read(name).float()
-        if found := expert.fullmatch(name):
+        if match := expert.fullmatch(name):
             turned = value.T if transposed else value
-            experts.setdefault((found[1], found[3]), {})[int(found[2])] = turned
+            experts.setdefault((match[1], match[3]), {})[int(match[2])] = turned
         else:
             plain[name] = value
     for module in {module for module, _ in experts}:
@@ -76,9 +76,9 @@ def test_loaded_gguf_files_compute_the_logits_of_transformers(
         expected = with_weights(
             whole, decode_checkpoint(open_model(file)), transposed=name.startswith("llama4")
         )(ids).logits
-        found = load(file).model(ids).logits
+        actual = load(file).model(ids).logits
     assert (expected - before).abs().max() > (1e-5 if kind == "F16" else 1e-2)
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=2e-4)
 
 
 def planted(file: Path, tensor: str) -> Path:
@@ -109,9 +109,9 @@ def test_verify_finds_a_scaled_tensor_in_a_gguf_file(
     assert sound.findings == []
     assert sound.unsupported == ""
     for tensor in tensors:
-        found = verify(planted(file, tensor), source, forward=False).findings
-        assert found, tensor
-        assert all(item.check != "manifest" for item in found)
+        findings = verify(planted(file, tensor), source, forward=False).findings
+        assert findings, tensor
+        assert all(item.check != "manifest" for item in findings)
 
 
 def test_verify_and_eval_accept_llama4_gguf_files(
@@ -131,15 +131,15 @@ def changed(file: GgufFile, **values: Any) -> GgufFile:
     arch = file.value("general.architecture", str)
     metadata = dict(file.metadata)
     for key, value in values.items():
-        place = f"{arch}.{key.replace('__', '.')}"
-        old = metadata.pop(place, MetadataValue(ValueType.U32, 0))
+        full_key = f"{arch}.{key.replace('__', '.')}"
+        old = metadata.pop(full_key, MetadataValue(ValueType.U32, 0))
         if value is not None:
             kind = ValueType.ARRAY if isinstance(value, list) else old.type
-            metadata[place] = MetadataValue(kind, value, old.element_type)
+            metadata[full_key] = MetadataValue(kind, value, old.element_type)
     return GgufFile(file.files, metadata, file.tensors)
 
 
-@pytest.mark.parametrize(("name", "values", "kind", "told"), [
+@pytest.mark.parametrize(("name", "values", "kind", "message"), [
     ("gemma4", {"attention__sliding_window_pattern": [True] * 4}, NotReadError, "sliding_window_pattern"),
     ("gemma4", {"attention__sliding_window_pattern": [False] * 4}, NotReadError, "sliding_window_pattern"),
     ("gemma4", {"attention__sliding_window_pattern": [True] * 3}, InputError, "sliding_window_pattern"),
@@ -152,11 +152,11 @@ def changed(file: GgufFile, **values: Any) -> GgufFile:
     ("llama4", {"expert_count": None}, InputError, "expert_count"),
 ])  # fmt: skip
 def test_gguf_keys_without_a_configuration_are_refused_by_name(
-    name: str, values: dict[str, Any], kind: type[Exception], told: str,
+    name: str, values: dict[str, Any], kind: type[Exception], message: str,
     models: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     file = read_gguf(export(models(name), tmp_path / "x.gguf", "F32"))
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         config_from_keys(changed(file, **values))
 
 
@@ -198,9 +198,9 @@ def test_fused_gate_up_expert_tensors_are_split(
     first = export(models("gemma4-moe"), tmp_path / "x.gguf", kind)
     second = joined(first, tmp_path / "y.gguf")
     assert "blk.0.ffn_gate_up_exps.weight" in read_gguf(second).tensors
-    one, other = open_gguf(first), open_gguf(second)
-    assert one.entries.keys() == other.entries.keys()
-    assert all(torch.equal(one.read(name), other.read(name)) for name in one.entries)
+    separate, other = open_gguf(first), open_gguf(second)
+    assert separate.entries.keys() == other.entries.keys()
+    assert all(torch.equal(separate.read(name), other.read(name)) for name in separate.entries)
     same = [LlamaCpp(file, 64).top(IDS, 5) for file in (first, second)]
     assert same[0].keys() == same[1].keys()
     assert all(abs(value - same[1][token]) < 1e-3 for token, value in same[0].items())
@@ -229,15 +229,15 @@ def joined(file: Path, out: Path) -> Path:
         if not key.startswith("GGUF.") and key != "general.architecture":
             inner = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], inner)
-    data = {one.name: one for one in read.tensors}
-    for name, one in data.items():
+    data = {tensor.name: tensor for tensor in read.tensors}
+    for name, tensor in data.items():
         if "ffn_up_exps" in name:
             continue
-        gates, value = "ffn_gate_exps" in name, one.data
+        gates, value = "ffn_gate_exps" in name, tensor.data
         if gates:
             value = np.concatenate([value, data[name.replace("gate", "up")].data], 1)
-        held = name.replace("gate", "gate_up") if gates else name
-        writer.add_tensor(held, value, raw_dtype=one.tensor_type)
+        new_name = name.replace("gate", "gate_up") if gates else name
+        writer.add_tensor(new_name, value, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -58,14 +58,14 @@ def known(name: str, family: str) -> str:
         if block and block[2] in GEMMA4:
             return f"v.blk.{block[1]}.{GEMMA4[block[2]]}.{end}"
         inner = f"vision_model.model.layers.{block[1]}.{block[2]}" if block else f"model.{module}"
-        if found := mapping.get_name(inner):
-            return f"{found}.{end}"
+        if gguf_name := mapping.get_name(inner):
+            return f"{gguf_name}.{end}"
         return {"position_embedding_table": "v.position_embd.weight"}.get(end, f"v.{end}")
-    if found := {
+    if gguf_name := {
         "class_embedding": "v.class_embd",
         "positional_embedding_vlm": "v.position_embd.weight",
     }.get(end):
-        return found
+        return gguf_name
     if family == "llama4" and module == "multi_modal_projector.linear_1":
         return "mm.model.fc.weight"
     if family == "llama4" and module.endswith(
@@ -73,22 +73,24 @@ def known(name: str, family: str) -> str:
     ):  # Gemma 4 has it elsewhere
         return f"v.blk.{module.split('.')[3]}.ln2.{end}"
     deeper = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", module)
-    found = {**NORMS, **MERGERS}.get(module) or mapping.get_name(deeper) or mapping.get_name(module)
-    return f"{found}.{end}" if found else ""
+    gguf_name = (
+        {**NORMS, **MERGERS}.get(module) or mapping.get_name(deeper) or mapping.get_name(module)
+    )
+    return f"{gguf_name}.{end}" if gguf_name else ""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_projector_tensors_have_gguf_names_and_source_values(name, models, tmp_path):
     file = read_gguf(written(models[name], tmp_path / "x.gguf"))
     source = open_checkpoint(models[name])
-    found = {one: read(entry) for one, entry in file.tensors.items()}
-    left = set(found)
+    stored = {tensor_name: read(entry) for tensor_name, entry in file.tensors.items()}
+    left = set(stored)
     for tensor in source.entries:
         family = vision_models.CASES[name].model_type
         if (
             not tensor.startswith(TOWERS)
             or "head." in tensor
-            or not (held := known(tensor, family))
+            or not (gguf_name := known(tensor, family))
         ):
             continue
         value = source.read(tensor).float()
@@ -99,25 +101,27 @@ def test_projector_tensors_have_gguf_names_and_source_values(name, models, tmp_p
         ):
             # As llama.cpp's converter permutes them: 2 heads, halves become pairs.
             value = value.view(2, 2, 8, 32).swapaxes(1, 2).reshape(32, 32)
-        if family == "gemma4" and held == "v.patch_embd.weight":
+        if family == "gemma4" and gguf_name == "v.patch_embd.weight":
             value = value.view(32, 4, 4, 3).movedim(3, 1)
-        parts = {held: value.view(value.shape or 1)}
+        parts = {gguf_name: value.view(value.shape or 1)}
         if name == "qwen2_5_vl" and ".attn.qkv." in tensor:
             parts = {
-                held.replace("qkv", one): part
-                for one, part in zip("qkv", value.chunk(3), strict=True)
+                gguf_name.replace("qkv", tensor_name): part
+                for tensor_name, part in zip("qkv", value.chunk(3), strict=True)
             }
         if value.dim() == 5:
-            parts = {held: value[:, :, 0], f"{held}.1": value[:, :, 1]}
-        for one, part in parts.items():
-            torch.testing.assert_close(found[one], part, rtol=1e-3, atol=1e-6, msg=one)
-            left.discard(one)
+            parts = {gguf_name: value[:, :, 0], f"{gguf_name}.1": value[:, :, 1]}
+        for tensor_name, part in parts.items():
+            torch.testing.assert_close(
+                stored[tensor_name], part, rtol=1e-3, atol=1e-6, msg=tensor_name
+            )
+            left.discard(tensor_name)
     others = (
         "v.deepstack",
         "v.token_embd",
         *(("mm.input_projection",) if name == "gemma3" else ()),
     )
-    assert all(one.startswith(others) for one in left), left
+    assert all(tensor_name.startswith(others) for tensor_name in left), left
 
 
 def read(entry) -> torch.Tensor:
@@ -129,14 +133,16 @@ def read(entry) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_projector_dtypes_and_names_follow_gguf(name, models, tmp_path):
     file = read_gguf(written(models[name], tmp_path / "x.gguf"))
-    forms = {re.escape(form).replace(r"\{bid\}", r"\d+") for form in gguf.TENSOR_NAMES.values()}
-    for one, entry in file.tensors.items():
+    patterns = {
+        re.escape(pattern).replace(r"\{bid\}", r"\d+") for pattern in gguf.TENSOR_NAMES.values()
+    }
+    for tensor_name, entry in file.tensors.items():
         assert any(
-            re.fullmatch(rf"{form}(\.(weight(\.1)?|bias|(in|out)put_(min|max)))?", one)
-            for form in forms
-        ), one
-        wide = len(entry.shape) == 1 or "_embd" in one
-        assert entry.type == ("F32" if wide else "F16"), one
+            re.fullmatch(rf"{pattern}(\.(weight(\.1)?|bias|(in|out)put_(min|max)))?", tensor_name)
+            for pattern in patterns
+        ), tensor_name
+        wide = len(entry.shape) == 1 or "_embd" in tensor_name
+        assert entry.type == ("F32" if wide else "F16"), tensor_name
     own = {*vars(gguf.Keys.Clip).values(), *vars(gguf.Keys.ClipVision).values(),
            *vars(gguf.Keys.ClipVision.Attention).values(), *vars(gguf.Keys.ClipVision.Projector).values()}  # fmt: skip
     assert {key for key in file.metadata if key.startswith("clip.")} <= own
@@ -184,12 +190,12 @@ def test_published_tower_tensor_names_are_known(models, tmp_path):
         assert second[-5000:] == first[-5000:]
 
 
-def retold(model: Path, place: Path, name, change=lambda tensors: tensors) -> Path:
+def retold(model: Path, path: Path, name, change=lambda tensors: tensors) -> Path:
     """A copy of a model whose tensors have other names, or are others."""
-    place = changed(model, place, "config.json")
-    tensors = {name(key): value for key, value in load_file(place / "model.safetensors").items()}
-    save_file(change(tensors), place / "model.safetensors", {"format": "pt"})
-    return place
+    path = changed(model, path, "config.json")
+    tensors = {name(key): value for key, value in load_file(path / "model.safetensors").items()}
+    save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 GONE = "vision_tower.encoder.layers.1.mlp.fc1.weight"
@@ -280,12 +286,12 @@ def test_decoder_settings_for_images_unsupported_by_llama_cpp_are_refused(
 
 def test_image_mean_is_zero_without_normalization(models, tmp_path):
     colours = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-    for name, said, expected in (
+    for name, processor, expected in (
         ("gemma3", {}, [0.1, 0.2, 0.3]), ("gemma3", {"do_normalize": False}, [0.0] * 3),
         ("gemma4", {}, [0.0] * 3), ("gemma4", {"do_normalize": True}, [0.1, 0.2, 0.3]),
     ):  # fmt: skip
-        model = changed(models[name], tmp_path / f"{name}-{said}", "config.json")
-        (model / "preprocessor_config.json").write_text(json.dumps({**colours, **said}))
+        model = changed(models[name], tmp_path / f"{name}-{processor}", "config.json")
+        (model / "preprocessor_config.json").write_text(json.dumps({**colours, **processor}))
         keys = projector_file(open_checkpoint(model), "x").keys
         assert keys["clip.vision.image_mean"].value == pytest.approx(expected)
 
@@ -306,7 +312,7 @@ def test_image_processing_differences_of_llama_cpp_are_an_event(models, tmp_path
     out = tmp_path / "x.gguf"
     written(models["llama4"], out)
     (event,) = (
-        one for one in manifest.read_manifest(out)["events"] if one["kind"] == "tower-differs"
+        item for item in manifest.read_manifest(out)["events"] if item["kind"] == "tower-differs"
     )
     assert "column by column" in event["detail"]
     options = (
@@ -331,7 +337,9 @@ def test_image_processing_differences_of_llama_cpp_are_an_event(models, tmp_path
 
 def test_a_dropped_audio_tower_is_an_event(models, tmp_path):
     def change(tensors):
-        heard = {f"model.audio_tower.layers.{one}.weight": torch.zeros(4, 4) for one in range(2)}
+        heard = {
+            f"model.audio_tower.layers.{layer}.weight": torch.zeros(4, 4) for layer in range(2)
+        }
         return {
             **tensors,
             **heard,
@@ -345,7 +353,9 @@ def test_a_dropped_audio_tower_is_an_event(models, tmp_path):
         out = tmp_path / f"{source.name}.gguf"
         api.export(str(source), None, out, Settings(mmproj=True), format="gguf", **more)
         (event,) = (
-            one for one in manifest.read_manifest(out)["events"] if one["kind"] == "tower-dropped"
+            layer
+            for layer in manifest.read_manifest(out)["events"]
+            if layer["kind"] == "tower-dropped"
         )
         assert "audio_tower and embed_audio: 3 tensors, 1152 bytes" in event["detail"]
     assert not any(
@@ -357,8 +367,8 @@ def test_the_img_break_embedding_is_stored_with_the_tower(models, tmp_path):
     model = models["mistral3"]
     file = read_gguf(written(model, tmp_path / "x.gguf"))
     embedding = open_checkpoint(model).read("language_model.model.embed_tokens.weight")
-    found = read(file.tensors["v.token_embd.img_break"])
-    assert torch.equal(found, embedding[vision_models.BREAK])
+    stored_row = read(file.tensors["v.token_embd.img_break"])
+    assert torch.equal(stored_row, embedding[vision_models.BREAK])
     assert not verify(tmp_path / "x.gguf", model, forward=False).findings
     other = changed(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
     with pytest.raises(InputError, match=r"no added token \[IMG_BREAK\]"):
@@ -386,9 +396,9 @@ def test_models_without_a_supported_vision_tower_are_refused(tmp_path):
     model = gguf_models.make("llama-tied", tmp_path / "m")
     refused(RefusedError, "describes no vision tower", model, tmp_path, mmproj=True)
     other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
-    with pytest.raises(RefusedError, match="'llama' is not written") as found:
+    with pytest.raises(RefusedError, match="'llama' is not written") as caught:
         written(other, tmp_path / "x.gguf")
-    assert "gemma3, gemma4, llama4, mistral3, qwen2_5_vl, qwen3_vl" in found.value.hint
+    assert "gemma3, gemma4, llama4, mistral3, qwen2_5_vl, qwen3_vl" in caught.value.hint
 
 
 def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsys):
@@ -397,11 +407,11 @@ def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsy
         json.loads(command(capsys, "plan", model, *options, *more).out)
         for more in ((), ("--mmproj",))
     )
-    rules = {one["name"]: one["rule"] for one in plan["tensors"] if one["action"] == "drop"}
+    rules = {item["name"]: item["rule"] for item in plan["tensors"] if item["action"] == "drop"}
     tower = projector_file(open_checkpoint(model), "")
     written_too = {name for name, rule in rules.items() if "--mmproj writes it" in rule}
     assert written_too == set(tower.tensors)
-    assert "of another tower" in {one["rule"] for one in bare["tensors"]}
+    assert "of another tower" in {item["rule"] for item in bare["tensors"]}
     more = plan["forecast"]["disk_bytes"] - bare["forecast"]["disk_bytes"]
     assert more == tower.plan.size > 0
     assert "--mmproj writes that of pictures, " in " ".join(plan["notes"])
@@ -435,13 +445,18 @@ def test_the_projector_file_belongs_to_the_manifest_and_is_verified(models, tmp_
         path.rename(path.with_name(path.name.replace("x", "y", 1)))
     renamed = out.with_name("y.gguf")
     assert not verify(renamed, source, forward=False).findings
-    place = tower.with_name("mmproj-y-F16.gguf")
-    data = bytearray(place.read_bytes())
+    renamed_tower = tower.with_name("mmproj-y-F16.gguf")
+    data = bytearray(renamed_tower.read_bytes())
     data[-100] ^= 1
-    place.write_bytes(data)
-    found = {(item.check, item.where) for item in verify(renamed, source, forward=False).findings}
-    assert found == {("manifest", place.name), ("unquantized-changed", place.name)}
-    assert "no model" in verify(place).unsupported
+    renamed_tower.write_bytes(data)
+    findings = {
+        (item.check, item.where) for item in verify(renamed, source, forward=False).findings
+    }
+    assert findings == {
+        ("manifest", renamed_tower.name),
+        ("unquantized-changed", renamed_tower.name),
+    }
+    assert "no model" in verify(renamed_tower).unsupported
 
 
 def test_reproduce_includes_the_projector_file(models, tmp_path):

@@ -203,7 +203,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def made(case: Case, place: Path) -> dict[str, Any]:
+def made(case: Case, directory: Path) -> dict[str, Any]:
     """Write the tokenizer of a case into a directory that may hold a model; return it."""
     base = (
         gguf_models.sentencepiece_tokenizer(prefix=case.base == "prefix")
@@ -212,15 +212,15 @@ def made(case: Case, place: Path) -> dict[str, Any]:
     )
     document: dict[str, Any] = json.loads(base.to_str())
     case.change(document)
-    (place / "tokenizer.json").write_text(json.dumps(document))
+    (directory / "tokenizer.json").write_text(json.dumps(document))
     settings = {"bos_token": "<s>", "eos_token": "</s>", **case.settings}
-    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return document
 
 
-def written(case: Case, place: Path) -> Vocabulary:
-    made(case, place)
-    return vocabulary(place, ROWS, {})
+def written(case: Case, directory: Path) -> Vocabulary:
+    made(case, directory)
+    return vocabulary(directory, ROWS, {})
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -253,9 +253,9 @@ def test_a_named_pre_tokenizer_makes_a_normalizer_an_event(tmp_path: Path) -> No
 
 def test_more_than_three_eos_ids_are_an_event(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21]}')
-    found = written(SAME["bytes"], tmp_path)
-    assert [found.special_ids[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
-    assert found.events == []
+    written_vocabulary = written(SAME["bytes"], tmp_path)
+    assert [written_vocabulary.special_ids[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
+    assert written_vocabulary.events == []
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21, 22]}')
     (event,) = written(SAME["bytes"], tmp_path).events
     assert "keys for three tokens" in event.detail
@@ -279,10 +279,8 @@ def test_added_tokens_have_the_ids_of_tokenizers(tmp_path: Path) -> None:
 
     document = made(Case("gpt-2", numbered), tmp_path)
     library = Tokenizer.from_str(json.dumps(document))
-    found = {item["content"]: item["id"] for item in added_tokens(document)}
-    assert found == {
-        text: library.token_to_id(text) for text in ("<s>", "</s>", "<x>", "<y>", "the")
-    }
+    ids = {item["content"]: item["id"] for item in added_tokens(document)}
+    assert ids == {text: library.token_to_id(text) for text in ("<s>", "</s>", "<x>", "<y>", "the")}
 
 
 def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
@@ -298,16 +296,18 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
     case = Case(
         "gpt-2", nothing, settings={"added_tokens_decoder": listed, "unk_token": "t", **named}
     )
-    found = written(case, tmp_path)
+    written_vocabulary = written(case, tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     stock = {
         number: TokenType.CONTROL if item.special_ids else TokenType.USER_DEFINED
         for number, item in loaded.added_tokens_decoder.items()
     }
-    assert {found.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
+    assert {written_vocabulary.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
     plain = (TokenType.NORMAL, TokenType.UNUSED)
-    assert {n: kind for n, kind in enumerate(found.kinds) if kind not in plain} == stock
-    (event,) = found.events
+    assert {
+        n: kind for n, kind in enumerate(written_vocabulary.kinds) if kind not in plain
+    } == stock
+    (event,) = written_vocabulary.events
     assert "('</s>') lstrip: llama.cpp keeps spaces" in event.detail
     (event,) = written(
         Case("gpt-2", nothing, settings={"extra_special_tokens": ["<x>"]}), tmp_path
@@ -332,13 +332,13 @@ def test_tokenizer_events_agree_with_llama_cpp(
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
     case = (SAME | EVENTS)[name]
-    place = tmp_path / "m"
-    place.mkdir()
+    model_directory = tmp_path / "m"
+    model_directory.mkdir()
     for path in models("llama-tied", vocab_size=ROWS).iterdir():
-        (place / path.name).write_bytes(path.read_bytes())
-    library = Tokenizer.from_str(json.dumps(made(case, place)))
+        (model_directory / path.name).write_bytes(path.read_bytes())
+    library = Tokenizer.from_str(json.dumps(made(case, model_directory)))
     library.no_truncation()
-    engine = LlamaCpp(export(place, tmp_path / "x.gguf", "F32"), 32)
+    engine = LlamaCpp(export(model_directory, tmp_path / "x.gguf", "F32"), 32)
     if case.event:
         assert library.encode(case.witness).ids != engine.tokenize(case.witness, special=True)
         return
