@@ -21,7 +21,7 @@ MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx", "awq"}
 ALONE = Serving()
 
 
-def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
+def planned_tensor(name: str, text: str, shape=(256, 512)) -> TensorPlan:
     layer = parse_layer(text)
     layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
     return TensorPlan(f"model.layers.0.{name}.weight", "BF16", shape, Action.QUANTIZE, "", layer)
@@ -37,7 +37,7 @@ def test_engine_defaults_load_in_their_engine(engine, bits):
     if given["format"] not in MODULE_FORMATS:
         assert given["type"].startswith(f"Q{bits}_")
         return
-    tensor = planned("mlp.up_proj", given["scheme"])
+    tensor = planned_tensor("mlp.up_proj", given["scheme"])
     verdicts = layer_verdicts(
         load_format(given["format"]).INFO.engines, [(tensor.scheme, tensor.matrix)]
     )
@@ -74,14 +74,17 @@ def test_results_an_engine_does_not_load_are_refused():
         ("mlx", "gptq", "int4:g128:sym"),
         ("transformers", "mlx", "int4:g64:min"),
     ):
-        tensor = planned("mlp.up_proj", text)
+        tensor = planned_tensor("mlp.up_proj", text)
         verdicts = layer_verdicts(load_format(key).INFO.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
             check_engine(engine, ALONE, [tensor], verdicts, key)
 
 
 def test_layers_must_be_divisible_among_devices():
-    tensors = [planned("mlp.up_proj", "int4:g128:sym"), planned("mlp.down_proj", "int4:g128:sym")]
+    tensors = [
+        planned_tensor("mlp.up_proj", "int4:g128:sym"),
+        planned_tensor("mlp.down_proj", "int4:g128:sym"),
+    ]
     assert check_engine("vllm", Serving(devices=4), tensors, (), "compressed-tensors")
     with pytest.raises(RefusedError, match=r"down_proj.*8 devices"):
         check_engine("vllm", Serving(devices=8), tensors, (), "compressed-tensors")
@@ -89,7 +92,7 @@ def test_layers_must_be_divisible_among_devices():
         check_engine(
             "sglang",
             Serving(devices=4),
-            [planned("mlp.up_proj", "fp8:128x128")],
+            [planned_tensor("mlp.up_proj", "fp8:128x128")],
             (),
             "compressed-tensors",
         )

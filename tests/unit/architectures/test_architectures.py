@@ -46,7 +46,7 @@ def headers(tiny: Tiny) -> Any:
     return read
 
 
-def renamed(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
+def with_renamed_prefixes(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
     """Headers with prefixes replaced."""
     result = []
     for tensor in stored.values():
@@ -59,19 +59,19 @@ def renamed(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
     return result
 
 
-def refusal(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> str:
+def refusal_message(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> str:
     with pytest.raises(InputError) as caught:
         match_tensors(config, stored)
     assert caught.value.hint
     return caught.value.message
 
 
-def linears(model_layout: ModelLayout) -> set[str]:
+def linear_names(model_layout: ModelLayout) -> set[str]:
     return {tensor.name for tensor in model_layout.tensors if tensor.role is Role.LINEAR}
 
 
-TOWERS = "model.visual."  # where transformers has no class for the decoder alone
-OUTSIDE = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
+VISION_PREFIX = "model.visual."  # where transformers has no class for the decoder alone
+LINEARS_OUTSIDE_BLOCKS = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
 
 
 @pytest.mark.parametrize("family", one_of_each(FAMILIES))
@@ -86,7 +86,7 @@ def test_every_tensor_and_linear_is_matched(headers: Any, family: str) -> None:
     layers = sizes.get("n_layer") or sizes.get("num_hidden_layers")
     layers = layers or len(sizes["hybrid_override_pattern"])
     assert model_layout.blocks == layers
-    assert linears(model_layout) == {
+    assert linear_names(model_layout) == {
         f"{architecture.blocks}.{block}.{name}.weight"
         for block, kind in enumerate(model_layout.layers)
         for name in kind.linears
@@ -105,13 +105,15 @@ def test_declared_linears_and_shapes_match_transformers(headers: Any, family: st
     result = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if type(module).__name__ in {"Linear", "Conv1D"} and name not in OUTSIDE
-        if not name.startswith(TOWERS)
+        if type(module).__name__ in {"Linear", "Conv1D"} and name not in LINEARS_OUTSIDE_BLOCKS
+        if not name.startswith(VISION_PREFIX)
     }
-    assert linears(model_layout) == result
+    assert linear_names(model_layout) == result
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     values = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]
-    shapes = {name: tuple(value.shape) for name, value in values if not name.startswith(TOWERS)}
+    shapes = {
+        name: tuple(value.shape) for name, value in values if not name.startswith(VISION_PREFIX)
+    }
     own = {
         tensor.name: tensor.header.shape
         for tensor in model_layout.tensors
@@ -188,7 +190,7 @@ def test_layer_kinds_are_read_from_the_configuration(
     if attending == [1, 3]:
         assert match_tensors(config, stored.values()).layers == layers
     else:
-        assert "model.layers.0.conv.in_proj.weight: not a tensor" in refusal(
+        assert "model.layers.0.conv.in_proj.weight: not a tensor" in refusal_message(
             config, stored.values()
         )
 
@@ -212,7 +214,7 @@ def test_bad_lfm2_sizes_and_layer_types_are_refused(
     headers: Any, declared: dict[str, Any], words: str
 ) -> None:
     config, stored = headers("lfm2")
-    assert words in refusal({**config, **declared}, stored.values())
+    assert words in refusal_message({**config, **declared}, stored.values())
 
 
 # ---- bad checkpoints
@@ -221,9 +223,11 @@ def test_bad_lfm2_sizes_and_layer_types_are_refused(
 def test_missing_tensors_are_all_listed(headers: Any) -> None:
     config, stored = headers("llama")
     gone = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
-    message = refusal(config, [tensor for name, tensor in stored.items() if name not in gone])
+    message = refusal_message(
+        config, [tensor for name, tensor in stored.items() if name not in gone]
+    )
     assert all(f"{name}: missing" in message for name in gone)
-    message = refusal({**config, "num_hidden_layers": 5}, stored.values())
+    message = refusal_message({**config, "num_hidden_layers": 5}, stored.values())
     assert "model.layers.3.input_layernorm.weight: missing" in message
     assert "more" in message
 
@@ -231,17 +235,19 @@ def test_missing_tensors_are_all_listed(headers: Any) -> None:
 def test_unexpected_tensors_are_refused(headers: Any) -> None:
     config, stored = headers("llama")
     extra = StoredTensor("model.layers.0.adapter.weight", "BF16", (4, 4))
-    assert "model.layers.0.adapter.weight: not a tensor of llama" in refusal(
+    assert "model.layers.0.adapter.weight: not a tensor of llama" in refusal_message(
         config, [*stored.values(), extra]
     )
-    assert "num_hidden_layers = 2" in refusal({**config, "num_hidden_layers": 2}, stored.values())
+    assert "num_hidden_layers = 2" in refusal_message(
+        {**config, "num_hidden_layers": 2}, stored.values()
+    )
     # A bias that the configuration does not ask for.
-    assert "bias" in refusal({**config, "mlp_bias": False}, stored.values())
+    assert "bias" in refusal_message({**config, "mlp_bias": False}, stored.values())
 
 
 def test_shapes_are_compared_with_the_configuration(headers: Any) -> None:
     config, stored = headers("llama")
-    message = refusal({**config, "num_key_value_heads": 4}, stored.values())
+    message = refusal_message({**config, "num_key_value_heads": 4}, stored.values())
     assert (
         "model.layers.0.self_attn.k_proj.weight: shape [32, 64], the config asks for [64, 64]"
         in message
@@ -251,10 +257,10 @@ def test_shapes_are_compared_with_the_configuration(headers: Any) -> None:
 def test_a_tensor_stored_twice_is_refused(headers: Any) -> None:
     config, stored = headers("gpt2")
     first = next(iter(stored.values()))
-    assert f"{first.name}: stored 2 times" in refusal(config, [*stored.values(), first])
+    assert f"{first.name}: stored 2 times" in refusal_message(config, [*stored.values(), first])
     name = "transformer.h.0.ln_1.weight"
     alias = replace(stored[name], name="h.0.ln_1.weight")
-    message = refusal(config, [*stored.values(), alias])
+    message = refusal_message(config, [*stored.values(), alias])
     assert "h.0.ln_1.weight: the same tensor as transformer.h.0.ln_1.weight" in message
 
 
@@ -264,7 +270,7 @@ def test_weights_of_non_float_dtypes_are_refused(headers: Any, dtype: str) -> No
     config, stored = headers("llama")
     name = "model.layers.0.mlp.up_proj.weight"
     stored[name] = replace(stored[name], dtype=dtype)
-    assert f"{name}: type {dtype}" in refusal(config, stored.values())
+    assert f"{name}: type {dtype}" in refusal_message(config, stored.values())
 
 
 # ---- names
@@ -285,7 +291,9 @@ def test_gpt2_without_prefix_and_with_masks_is_matched(headers: Any) -> None:
         for block in range(3)
         for kind in ("bias", "masked_bias")
     ]
-    model_layout = match_tensors(config, [*renamed(stored, {"transformer.": ""}), *masks])
+    model_layout = match_tensors(
+        config, [*with_renamed_prefixes(stored, {"transformer.": ""}), *masks]
+    )
     assert len(model_layout.dropped) == 6
     assert (
         model_layout.by_name["transformer.h.1.attn.c_attn.weight"].header.name
@@ -300,7 +308,9 @@ def test_gpt2_without_prefix_and_with_masks_is_matched(headers: Any) -> None:
 
 def test_opt_without_prefix_is_matched(headers: Any) -> None:
     config, stored = headers("opt")
-    model_layout = match_tensors(config, renamed(stored, {"model.decoder.": "decoder."}))
+    model_layout = match_tensors(
+        config, with_renamed_prefixes(stored, {"model.decoder.": "decoder."})
+    )
     assert (
         model_layout.by_name["model.decoder.layers.0.fc1.weight"].header.name
         == "decoder.layers.0.fc1.weight"
@@ -319,10 +329,10 @@ def test_vision_tensors_of_a_multimodal_checkpoint_are_foreign(
     headers: Any, change: dict[str, str]
 ) -> None:
     config, stored = headers("gemma3-multimodal")
-    model_layout = match_tensors(config, renamed(stored, change))
+    model_layout = match_tensors(config, with_renamed_prefixes(stored, change))
     assert model_layout.model_type == "gemma3"
     assert model_layout.tied
-    assert len(linears(model_layout)) == 21
+    assert len(linear_names(model_layout)) == 21
     assert (
         len(model_layout.foreign_tensors)
         == sum("vision" in name or "projector" in name for name in stored)
@@ -382,17 +392,17 @@ def test_a_stored_tied_head_must_equal_the_embedding(headers: Any) -> None:
 
 def test_a_missing_untied_head_is_refused(headers: Any) -> None:
     config, stored = headers("llama-tied")
-    assert "lm_head.weight: missing" in refusal(
+    assert "lm_head.weight: missing" in refusal_message(
         {**config, "tie_word_embeddings": False}, stored.values()
     )
     del config["tie_word_embeddings"]  # llama's default
-    assert "lm_head.weight: missing" in refusal(config, stored.values())
+    assert "lm_head.weight: missing" in refusal_message(config, stored.values())
 
 
 def test_a_tied_head_does_not_replace_a_missing_embedding(headers: Any) -> None:
     config, stored = headers("llama-tied")
-    only = renamed(stored, {"model.embed_tokens": "lm_head"})
-    assert "model.embed_tokens.weight: missing" in refusal(config, only)
+    only = with_renamed_prefixes(stored, {"model.embed_tokens": "lm_head"})
+    assert "model.embed_tokens.weight: missing" in refusal_message(config, only)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +414,7 @@ def test_missing_tie_word_embeddings_takes_the_family_default(
     config, stored = headers(family)
     config.pop("tie_word_embeddings", None)
     assert match_tensors(config, stored.values()).tied is expected
-    assert "tie_word_embeddings" in refusal(
+    assert "tie_word_embeddings" in refusal_message(
         {**config, "tie_word_embeddings": "yes"}, stored.values()
     )
 
@@ -418,7 +428,7 @@ def test_an_unknown_family_is_matched_by_names(headers: Any) -> None:
     model_layout = match_tensors({**config, "model_type": "lama"}, stored.values())
     assert model_layout.architecture is None
     assert "'lama'" in model_layout.linear_rule
-    assert linears(model_layout) == linears(declared)
+    assert linear_names(model_layout) == linear_names(declared)
     assert {t.name: t.shared_input for t in model_layout.tensors} == {
         t.name: t.shared_input for t in declared.tensors
     }
@@ -444,7 +454,7 @@ def test_matching_by_names_selects_only_decoder_linears() -> None:
     taken = {"model.layers.0.attn.out.weight": (8, 8), "h.11.mlp.w1.weight": (8, 8)}
     stored = [StoredTensor(name, "F16", shape) for name, shape in (kept | taken).items()]
     model_layout = match_tensors({"model_type": "new"}, stored)
-    assert linears(model_layout) == set(taken)
+    assert linear_names(model_layout) == set(taken)
     assert {tensor.header.name for tensor in model_layout.tensors} == set(kept | taken)
     roles = {tensor.name: tensor.role for tensor in model_layout.tensors}
     assert roles["lm_head.weight"] is Role.HEAD
@@ -456,7 +466,7 @@ def test_an_undeclared_configuration_value_is_matched_by_names(headers: Any) -> 
     model_layout = match_tensors({**config, "activation_function": "gelu"}, stored.values())
     assert model_layout.architecture is None
     assert "activation_function = 'gelu'" in model_layout.linear_rule
-    assert len(linears(model_layout)) == 18
+    assert len(linear_names(model_layout)) == 18
 
 
 # ---- hostile configurations
@@ -505,24 +515,30 @@ def test_bad_layer_types_and_sliding_windows_are_refused(
 def test_impossible_sizes_are_refused_at_once(headers: Any, key: str, value: object) -> None:
     config, stored = headers("llama")
     start = time.process_time()
-    message = refusal({**config, key: value}, stored.values())
+    message = refusal_message({**config, key: value}, stored.values())
     assert time.process_time() - start < 2
     assert f"{key} = " in message
 
 
 def test_more_layers_than_any_model_are_refused_at_once(headers: Any) -> None:
     config, stored = headers("llama")
-    assert "num_hidden_layers" in refusal({**config, "num_hidden_layers": 10**7}, stored.values())
+    assert "num_hidden_layers" in refusal_message(
+        {**config, "num_hidden_layers": 10**7}, stored.values()
+    )
     start = time.process_time()
-    assert "holds 51 tensors" in refusal({**config, "num_hidden_layers": 10_000}, stored.values())
+    assert "holds 51 tensors" in refusal_message(
+        {**config, "num_hidden_layers": 10_000}, stored.values()
+    )
     assert time.process_time() - start < 2
 
 
 def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
     config, stored = headers("llama")
-    assert "not a multiple" in refusal({**config, "num_key_value_heads": 3}, stored.values())
+    assert "not a multiple" in refusal_message(
+        {**config, "num_key_value_heads": 3}, stored.values()
+    )
     del config["hidden_size"]
-    assert "hidden_size or n_embd or d_model is missing" in refusal(config, stored.values())
+    assert "hidden_size or n_embd or d_model is missing" in refusal_message(config, stored.values())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PUBLISHED = {"global_head_dim": 32, "num_global_key_value_heads": 1}
 
 
 @pytest.fixture
-def saved(tiny: Tiny) -> Any:
+def read_config_and_headers(tiny: Tiny) -> Any:
     def read(family: str) -> tuple[dict[str, Any], list[StoredTensor]]:
         checkpoint = open_checkpoint(tiny(family))
         return dict(checkpoint.config), [
@@ -30,13 +30,15 @@ def saved(tiny: Tiny) -> Any:
     return read
 
 
-def readers(model_layout: ModelLayout, block: int) -> list[tuple[str, ...]]:
+def shared_linears(model_layout: ModelLayout, block: int) -> list[tuple[str, ...]]:
     return [shared.linears for shared in model_layout.layers[block].inputs]
 
 
 @pytest.mark.parametrize("family", ["gemma4-equal", "gemma4-moe"])
-def test_published_gemma4_keys_equal_the_per_layer_config(saved: Any, family: str) -> None:
-    config, stored = saved(family)
+def test_published_gemma4_keys_equal_the_per_layer_config(
+    read_config_and_headers: Any, family: str
+) -> None:
+    config, stored = read_config_and_headers(family)
     written = match_tensors(config, stored)
     del config[KEY]
     published = match_tensors({**config, **PUBLISHED}, stored)
@@ -46,24 +48,24 @@ def test_published_gemma4_keys_equal_the_per_layer_config(saved: Any, family: st
         match_tensors({**config, **PUBLISHED, "global_head_dim": 16}, stored)
 
 
-def test_omitted_linears_have_no_shared_input(saved: Any) -> None:
-    model_layout = match_tensors(*saved("gemma4-equal"))
+def test_omitted_linears_have_no_shared_input(read_config_and_headers: Any) -> None:
+    model_layout = match_tensors(*read_config_and_headers("gemma4-equal"))
     q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
-    assert readers(model_layout, 0)[0] == (q, k, v)
-    assert readers(model_layout, 1)[0] == (q, k)
+    assert shared_linears(model_layout, 0)[0] == (q, k, v)
+    assert shared_linears(model_layout, 1)[0] == (q, k)
     assert not any(kind.stacks for kind in model_layout.layers)
     assert model_layout.architecture is not None
     assert not model_layout.architecture.publishes_stacked_experts
     assert model_layout.architecture.needs_model_replay is False
-    assert all(kind.stacks for kind in match_tensors(*saved("gemma4-moe")).layers)
+    assert all(kind.stacks for kind in match_tensors(*read_config_and_headers("gemma4-moe")).layers)
 
 
 def test_kv_sharing_layers_have_wider_mlps_and_drop_stored_keys(
-    saved: Any,
+    read_config_and_headers: Any,
 ) -> None:
-    config, stored = saved("gemma4")
+    config, stored = read_config_and_headers("gemma4")
     model_layout = match_tensors(config, stored)
-    assert readers(model_layout, 2)[0] == ("self_attn.q_proj",)
+    assert shared_linears(model_layout, 2)[0] == ("self_attn.q_proj",)
     assert [kind.states == () for kind in model_layout.layers] == [False, False, True, True]
     shapes = {tensor.name: tensor.header.shape for tensor in model_layout.tensors}
     up = [shapes[f"model.layers.{block}.mlp.up_proj.weight"][0] for block in range(4)]
@@ -92,9 +94,9 @@ def test_kv_sharing_layers_have_wider_mlps_and_drop_stored_keys(
     ids=str,
 )
 def test_undeclared_gemma4_settings_fall_back_to_name_matching(
-    saved: Any, changes: dict[str, Any]
+    read_config_and_headers: Any, changes: dict[str, Any]
 ) -> None:
-    config, stored = saved("gemma4-equal")
+    config, stored = read_config_and_headers("gemma4-equal")
     model_layout = match_tensors({**config, **changes}, stored)
     assert model_layout.architecture is None
     assert next(iter(changes)) in model_layout.linear_rule
@@ -144,9 +146,9 @@ def test_undeclared_gemma4_settings_fall_back_to_name_matching(
     ids=str,
 )
 def test_impossible_configuration_values_are_refused(
-    saved: Any, family: str, changes: dict[str, Any], message: str
+    read_config_and_headers: Any, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    config, stored = saved(family)
+    config, stored = read_config_and_headers(family)
     with pytest.raises(InputError, match=message):
         match_tensors({**config, **changes}, stored)
 
@@ -165,14 +167,14 @@ def test_impossible_configuration_values_are_refused(
     ids=str,
 )
 def test_configurations_that_transformers_runs_are_accepted(
-    saved: Any, family: str, changes: dict[str, Any]
+    read_config_and_headers: Any, family: str, changes: dict[str, Any]
 ) -> None:
-    config, stored = saved(family)
+    config, stored = read_config_and_headers(family)
     assert match_tensors({**config, **changes}, stored).architecture is not None
 
 
-def test_the_last_gemma4_layer_always_has_full_attention(saved: Any) -> None:
-    config, stored = saved("gemma4-moe")
+def test_the_last_gemma4_layer_always_has_full_attention(read_config_and_headers: Any) -> None:
+    config, stored = read_config_and_headers("gemma4-moe")
     assert MIXTURES["gemma4-moe"][1]["layer_types"][-1] == "full_attention"
     config["layer_types"] = [*config["layer_types"][:-1], "sliding_attention"]
     model_layout = match_tensors(config, stored)
@@ -181,7 +183,7 @@ def test_the_last_gemma4_layer_always_has_full_attention(saved: Any) -> None:
     assert model_layout.architecture.windows.of_layers(config, 3) == (16, 0, 0)
 
 
-LARGE = {
+FULL_SIZE_CONFIGS = {
     "shared": {
         "hidden_size": 1536, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
         "intermediate_size": 6144, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
@@ -196,10 +198,10 @@ LARGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", FULL_SIZE_CONFIGS)
 def test_full_size_gemma4_models_are_matched_and_translated_to_gguf(name: str) -> None:
     """Without weights; what a configuration leaves out has the default of the family."""
-    text = {"model_type": "gemma4_text", "head_dim": 256, **LARGE[name]}
+    text = {"model_type": "gemma4_text", "head_dim": 256, **FULL_SIZE_CONFIGS[name]}
     config = {"model_type": "gemma4", "text_config": text, "tie_word_embeddings": True}
     state_dict = build_skeleton(config).state_dict()
     stored = [
@@ -212,12 +214,12 @@ def test_full_size_gemma4_models_are_matched_and_translated_to_gguf(name: str) -
         "lm_head.weight"
     }
     keys = translate_parameters(text).keys
-    full = [index for index, word in enumerate(LARGE[name]["layer_types"]) if word == F]
+    full = [index for index, word in enumerate(FULL_SIZE_CONFIGS[name]["layer_types"]) if word == F]
     heads = keys["gemma4.attention.head_count_kv"].value
     assert {heads[index] for index in full} == {2 if name == "mixture" else 1}
     widths = keys["gemma4.feed_forward_length"].value
     assert widths[-1] == (2112 if name == "mixture" else 2 * 6144)
-    assert widths[0] == LARGE[name]["intermediate_size"]
+    assert widths[0] == FULL_SIZE_CONFIGS[name]["intermediate_size"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ H = 64
 BLOCK = {"self_attn.q_proj": (H, H), "mlp.up_proj": (2 * H, H), "mlp.down_proj": (H, 2 * H)}
 
 
-def roles(
+def roles_and_blocks(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Role, int]]:
     stored = [StoredTensor(name, "BF16", shape) for name, shape in shapes.items()]
@@ -21,7 +21,7 @@ def roles(
     return {tensor.header.name: (tensor.role, tensor.block) for tensor in model_layout.tensors}
 
 
-def blocks(prefix: str, count: int) -> dict[str, tuple[int, ...]]:
+def block_shapes(prefix: str, count: int) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}.{i}.{name}.weight": shape for i in range(count) for name, shape in BLOCK.items()}  # fmt: skip
 
 
@@ -35,26 +35,28 @@ def test_the_block_list_of_configured_length_is_the_decoder(
     """Even where another tower is larger; what lies beside its list is the tower's as well."""
     config = {"text_config": {"num_hidden_layers": 2}, "seen_config": depth}
     beside = tower.rpartition(".")[0] + ".embed.pos_embed.weight"
-    shapes = blocks("model.lm.layers", 2) | blocks(tower, 6)
+    shapes = block_shapes("model.lm.layers", 2) | block_shapes(tower, 6)
     shapes |= {beside: (4, H), "model.lm.embed_tokens.weight": (8, H)}
     shapes |= {"model.deepstack_merger_list.0.fc.weight": (H, H)}
-    assigned = roles(config, shapes)
+    assigned = roles_and_blocks(config, shapes)
     linear = {name for name, (role, _) in assigned.items() if role is Role.LINEAR}
-    assert linear == set(blocks("model.lm.layers", 2))
-    assert all(assigned[name] == (Role.OTHER, -1) for name in [*blocks(tower, 6), beside])
+    assert linear == set(block_shapes("model.lm.layers", 2))
+    assert all(assigned[name] == (Role.OTHER, -1) for name in [*block_shapes(tower, 6), beside])
     assert assigned["model.lm.embed_tokens.weight"] == (Role.EMBEDDING, -1)
 
 
 def test_all_block_lists_of_a_text_model_are_decoder_blocks() -> None:
     """A list of single matrices is no list of blocks."""
     shapes = (
-        blocks("model.layers", 2) | blocks("draft.layers", 1) | {"model.altup.0.weight": (H, H)}
+        block_shapes("model.layers", 2)
+        | block_shapes("draft.layers", 1)
+        | {"model.altup.0.weight": (H, H)}
     )
-    shapes |= blocks("mtp.layers", 1)
-    assigned = roles({"num_hidden_layers": 2, "ffn_config": {"size": 3}}, shapes)
+    shapes |= block_shapes("mtp.layers", 1)
+    assigned = roles_and_blocks({"num_hidden_layers": 2, "ffn_config": {"size": 3}}, shapes)
     linear = {name for name, (role, _) in assigned.items() if role is Role.LINEAR}
-    assert linear == set(blocks("model.layers", 2) | blocks("draft.layers", 1))
-    assert all(assigned[name] == (Role.FOREIGN, -1) for name in blocks("mtp.layers", 1))
+    assert linear == set(block_shapes("model.layers", 2) | block_shapes("draft.layers", 1))
+    assert all(assigned[name] == (Role.FOREIGN, -1) for name in block_shapes("mtp.layers", 1))
     assert assigned["model.altup.0.weight"] == (Role.OTHER, -1)
 
 
@@ -64,7 +66,7 @@ def test_linears_inside_norm_modules_are_linears() -> None:
         "indexer.wk", "attn_norm.up")}  # fmt: skip
     shapes |= {"l.0.norm_attn_norm.norm_1.weight": (H,), "l.0.short_conv.weight": (H, 4)}
     shapes |= {"model.unembed.weight": (8, H), "model.embed_proj.weight": (H, H)}
-    assigned = roles({"num_hidden_layers": 2}, shapes)
+    assigned = roles_and_blocks({"num_hidden_layers": 2}, shapes)
     linear = {name for name, (role, _) in assigned.items() if role is Role.LINEAR and "l.0" in name}
     assert linear == {
         f"l.0.{name}.weight"

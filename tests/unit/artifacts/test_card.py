@@ -34,11 +34,11 @@ from tests.conftest import Tiny
 from tests.runs import CALIBRATION, command, copied, quantize, recipe, swift
 
 
-def card_of(directory: Path) -> ModelCard:
+def read_card(directory: Path) -> ModelCard:
     return ModelCard((directory / "README.md").read_text())
 
 
-def code_of(directory: Path, language: str, engine: str) -> str:
+def loading_code(directory: Path, language: str, engine: str) -> str:
     text = (directory / "README.md").read_text()
     return text.partition(f"### {engine}\n\n```{language}\n")[2].partition("\n```")[0]
 
@@ -56,7 +56,7 @@ def test_the_loading_code_of_a_card_runs(
         pytest.importorskip(package)
     requested_recipe = recipe(scheme=scheme, format=format_key, scales="absmax")
     quantize(tiny("llama-wide"), tmp_path / "q", requested_recipe)
-    code = code_of((tmp_path / "q").rename(tmp_path / "any-name"), "python", "transformers")
+    code = loading_code((tmp_path / "q").rename(tmp_path / "any-name"), "python", "transformers")
     assert f"pip install transformers accelerate {packages}".strip() in code
     assert "apply_chat_template" in code
     monkeypatch.chdir(tmp_path / "any-name")
@@ -85,12 +85,12 @@ def test_base_model_is_a_hub_name_or_omitted(tiny: Tiny, tmp_path: Path) -> None
     )
     requested_recipe = recipe(scheme="int8:row", scales="absmax")
     quantize(model, tmp_path / "a", requested_recipe)
-    data = card_of(tmp_path / "a").data.to_dict()
+    data = read_card(tmp_path / "a").data.to_dict()
     assert "base_model" not in data
     assert "base_model" not in manifest.read_manifest(tmp_path / "a")
     assert "base_model" not in (tmp_path / "a" / "README.md").read_text()
     quantize(model, tmp_path / "b", requested_recipe, base_model="org/name")
-    data = card_of(tmp_path / "b").data.to_dict()
+    data = read_card(tmp_path / "b").data.to_dict()
     assert data == {
         "base_model": "org/name", "base_model_relation": "quantized", "language": "no", "library_name": "transformers",
         "license": "mit", "pipeline_tag": "text-generation", "quantized_by": "quantforge",
@@ -122,7 +122,7 @@ def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> N
         'method = "gptq"', "Calibrated on `6` rows of `24` tokens", ", `3` of them of random tokens; SHA-256",
     ):  # fmt: skip
         assert line in text, line
-    assert card_of(tmp_path / "c").data.base_model == "org/name"
+    assert read_card(tmp_path / "c").data.base_model == "org/name"
     document = manifest.read_manifest(tmp_path / "c")
     assert document is not None
     first = document["lineage"]["lineage"]

@@ -20,21 +20,21 @@ SECTION = card_figures._SECTION
 
 
 @pytest.fixture(scope="module")
-def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quantized(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "q"
     quantize(tiny("llama-wide"), out, recipe(scheme="int4:g32:sym", scales="absmax"))
     return out
 
 
-def measured(model: Path, result: Path, **options: Any) -> None:
+def evaluate_into_card(model: Path, result: Path, **options: Any) -> None:
     options = {"windows": 2, "length": 24, "speed": False, "card": result, **options}
     api.evaluate(model, [result], **options)
 
 
 def test_measured_figures_change_only_their_card_sections(
-    tiny: Tiny, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = copied(made, tmp_path / "q")
+    result = copied(quantized, tmp_path / "q")
     card_path, before = result / "README.md", tree(result)
     text = card_path.read_text()
     arguments = (
@@ -60,7 +60,7 @@ def test_measured_figures_change_only_their_card_sections(
     assert metrics["perplexity"].dataset_args["windows"] == 2
     assert "| `q` |" in first
     assert "token ids SHA-256" in first
-    measured(tiny("llama-wide"), result, windows=3)
+    evaluate_into_card(tiny("llama-wide"), result, windows=3)
     second = card_path.read_text()
     assert second != first
     assert "3 windows" in second
@@ -69,14 +69,14 @@ def test_measured_figures_change_only_their_card_sections(
     assert verify(result, tiny("llama-wide"), forward=False).findings == []
 
 
-def test_edits_of_a_card_by_hand_are_preserved(tiny: Tiny, made: Path, tmp_path: Path) -> None:
-    result = copied(made, tmp_path / "q")
+def test_edits_of_a_card_by_hand_are_preserved(tiny: Tiny, quantized: Path, tmp_path: Path) -> None:
+    result = copied(quantized, tmp_path / "q")
     card_path = result / "README.md"
     mine = card_path.read_bytes().replace(
         b"## Loading", b"## Mine\r\n\xff\xfe text\r\n\n## Loading"
     )
     card_path.write_bytes(mine)
-    measured(tiny("llama-wide"), result)
+    evaluate_into_card(tiny("llama-wide"), result)
     text = card_path.read_bytes().decode(errors="surrogateescape")
     assert card_figures.with_figures(text, "", "").encode(errors="surrogateescape") == mine
 
@@ -91,9 +91,14 @@ def test_edits_of_a_card_by_hand_are_preserved(tiny: Tiny, made: Path, tmp_path:
     ],
 )  # fmt: skip
 def test_a_damaged_section_delimiter_is_refused_before_measuring(
-    change: Any, where: str, tiny: Tiny, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Any,
+    where: str,
+    tiny: Tiny,
+    quantized: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = copied(made, tmp_path / "q")
+    result = copied(quantized, tmp_path / "q")
     card_path = result / "README.md"
     card_path.write_text(change(card_path.read_text()))
     damaged = card_path.read_bytes()
@@ -101,21 +106,21 @@ def test_a_damaged_section_delimiter_is_refused_before_measuring(
         "quantforge.evaluation.compare_models.compare_models", lambda *_: pytest.fail("measured")
     )
     with pytest.raises(InputError, match="is not between one line") as caught:
-        measured(tiny("llama-wide"), result)
+        evaluate_into_card(tiny("llama-wide"), result)
     assert where in str(caught.value.hint)
     assert card_path.read_bytes() == damaged
 
 
-def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, made: Path, tmp_path: Path) -> None:
-    result, model = copied(made, tmp_path / "q"), tiny("llama-wide")
+def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, quantized: Path, tmp_path: Path) -> None:
+    result, model = copied(quantized, tmp_path / "q"), tiny("llama-wide")
     with pytest.raises(UsageError, match="no model of it is measured"):
-        measured(model, result, card=model)
+        evaluate_into_card(model, result, card=model)
     (result / "README.md").rename(tmp_path / "kept.md")
     with pytest.raises(InputError, match="there is no card"):
-        measured(model, result)
+        evaluate_into_card(model, result)
     (result / "README.md").symlink_to(tmp_path / "kept.md")
     with pytest.raises(InputError):
-        measured(model, result)
+        evaluate_into_card(model, result)
     (result / "README.md").unlink()
     (tmp_path / "kept.md").rename(result / "README.md")
     manifest_path = result / NAME
@@ -123,4 +128,4 @@ def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, made: Path, tmp_path: 
         manifest_path.read_text().replace(card_figures.MUTABLE[0]["begin"], "<!-- other -->")
     )
     with pytest.raises(InputError, match="declares parts of"):
-        measured(model, result)
+        evaluate_into_card(model, result)

@@ -131,7 +131,7 @@ def test_vocabulary_is_split_only_if_both_heads_allow_it(tiny, monkeypatch, whos
     assert float(result.divergence.kl.abs().max()) < 1e-6
 
 
-def noted(reports: list[tuple[int, int]], report: Progress) -> None:
+def record_progress(reports: list[tuple[int, int]], report: Progress) -> None:
     reports.append((report.done, report.total))
 
 
@@ -139,7 +139,7 @@ def test_hidden_states_use_the_given_storage_and_progress_counts_windows(tiny, t
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
         reports: list[tuple[int, int]] = []
-        with report_to(partial(noted, reports)):
+        with report_to(partial(record_progress, reports)):
             reference = score_reference(model, windows, directory)
             assert isinstance(reference.states, kind)
             score(model, windows, reference)

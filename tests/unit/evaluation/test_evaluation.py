@@ -49,7 +49,7 @@ def rounded(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(tiny, rounded) -> Evaluation:
+def full_evaluation(tiny, rounded) -> Evaluation:
     """A whole evaluation, the reference among its own descendants."""
     source = tiny("llama-tied")
     with pytest.MonkeyPatch.context() as patch:
@@ -101,24 +101,24 @@ def test_nothing_to_score_is_an_error(tiny, text):
         compared(tiny("llama-tied"), [], options(text=text))
 
 
-def test_the_protocol_states_text_windows_and_dtype(found):
-    text = str(found.protocol)
+def test_the_protocol_states_text_windows_and_dtype(full_evaluation):
+    text = str(full_evaluation.protocol)
     for part in ("a test", "4 windows of 24", "no BOS", "92 tokens scored", "float32"):
         assert part in text
-    document = found.to_json()["protocol"]
+    document = full_evaluation.to_json()["protocol"]
     assert document["overlap"] == 0
     assert len(document["tokens_sha256"]) == 64
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
-def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, found):
+def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, full_evaluation):
     """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
     source, messages = tiny("llama-tied"), []
     eight = compared(source, [rounded], options(), Settings(input_bits=8, note=messages.append))
-    assert eight.rows[0]["nll"] == found.rows[0]["nll"]
+    assert eight.rows[0]["nll"] == full_evaluation.rows[0]["nll"]
     assert "llvm-int8" in eight.rows[1]["kernels"]
-    assert "llvm-int8" not in found.rows[2]["kernels"]
-    apart = abs(eight.rows[1]["kl_mean"] / found.rows[2]["kl_mean"] - 1)
+    assert "llvm-int8" not in full_evaluation.rows[2]["kernels"]
+    apart = abs(eight.rows[1]["kl_mean"] / full_evaluation.rows[2]["kl_mean"] - 1)
     assert 1e-6 < apart < 0.1
     assert not messages
     assert eight.to_json()["protocol"]["input_bits"] == 8
@@ -126,7 +126,7 @@ def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, found):
         page = report.render(eight, kind)
         assert "inputs of packed weights in 8 bits but for the reference" in page
     assert "--input-bits 8" in page
-    assert "packed weights" not in str(found.protocol)
+    assert "packed weights" not in str(full_evaluation.protocol)
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
@@ -142,8 +142,8 @@ def test_input_bits_without_effect_give_a_note(tiny, tmp_path):
     )
 
 
-def test_a_model_has_zero_divergence_from_itself(found):
-    reference, itself, rounded = found.rows
+def test_a_model_has_zero_divergence_from_itself(full_evaluation):
+    reference, itself, rounded = full_evaluation.rows
     assert itself["kl_mean"] == itself["kl_p99"] == itself["perplexity_increase"] == 0
     assert itself["top1_agreement"] == 1
     assert itself["nll"] == reference["nll"]
@@ -152,10 +152,12 @@ def test_a_model_has_zero_divergence_from_itself(found):
     assert rounded["kl_median"] < rounded["kl_p99"]
 
 
-def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, found, monkeypatch):
+def test_hidden_states_on_disk_give_the_same_figures(
+    tiny, rounded, tmp_path, full_evaluation, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     on_disk = compared(tiny("llama-tied"), [rounded], options(), Settings(activations="disk"))
-    assert on_disk.rows[1]["kl_mean"] == found.rows[2]["kl_mean"]
+    assert on_disk.rows[1]["kl_mean"] == full_evaluation.rows[2]["kl_mean"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,8 +234,8 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
 # The whole document
 
 
-def test_the_evaluation_document_has_the_schema_keys(found):
-    document = json.loads(report.render(found, "json"))
+def test_the_evaluation_document_has_the_schema_keys(full_evaluation):
+    document = json.loads(report.render(full_evaluation, "json"))
     assert document["schema"] == "quantforge.eval/2"
     assert set(document) == {
         "schema", "date", "versions", "protocol", "generated", "caches", "models", "verdict",
@@ -250,8 +252,8 @@ def test_the_evaluation_document_has_the_schema_keys(found):
     )
 
 
-def test_speed_and_memory_are_measured(found):
-    for row in found.rows:
+def test_speed_and_memory_are_measured(full_evaluation):
+    for row in full_evaluation.rows:
         assert row["ttft_seconds"] > 0
         assert row["prefill_tokens_per_second"] == pytest.approx(24 / row["ttft_seconds"])
         assert row["decoder"] == "own"
@@ -341,25 +343,25 @@ def test_every_evaluation_phase_has_a_share_of_the_progress(tiny, monkeypatch):
         (0.0, 0.0, ("good", "bad")),
     ],
 )
-def test_perplexity_and_kl_gates_name_failing_models(found, ppl, kl, failing):
+def test_perplexity_and_kl_gates_name_failing_models(full_evaluation, ppl, kl, failing):
     rows = [
-        {**found.rows[0], "path": path, "perplexity_increase": increase, "kl_mean": mean}
+        {**full_evaluation.rows[0], "path": path, "perplexity_increase": increase, "kl_mean": mean}
         for path, increase, mean in (
             ("source", None, None),
             ("good", 0.01, 0.01),
             ("bad", 0.02, 0.03),
         )
     ]
-    evaluation = Evaluation(found.protocol, tuple(rows), found.options)
+    evaluation = Evaluation(full_evaluation.protocol, tuple(rows), full_evaluation.options)
     message = failed_gates(evaluation, ppl, kl)
     assert {name for name in ("good", "bad") if f"{name}: " in message} == set(failing)
     assert "source" not in message
 
 
-def test_reports_hold_every_model_and_the_protocol(found):
-    text = report.render(found, "markdown")
+def test_reports_hold_every_model_and_the_protocol(full_evaluation):
+    text = report.render(full_evaluation, "markdown")
     assert "int3" in text
-    assert str(found.protocol) in text
+    assert str(full_evaluation.protocol) in text
     assert len([line for line in text.splitlines() if line.startswith("|")]) == 2 * 5
 
 

@@ -22,7 +22,7 @@ from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from tests.evaluations import compared, options, tokenizer_at, windows_of
 
-ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)
+PROMPTS_ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def models(tiny, tmp_path_factory):
 @pytest.mark.tokens
 def test_answers_and_divergence_equal_those_of_transformers(models):
     source, rounded = models
-    _, itself, row = compared(source, [source, rounded], options(prompts=ASKED)).rows
+    _, itself, row = compared(source, [source, rounded], options(prompts=PROMPTS_ASKED)).rows
     assert itself["generated"]["kl_mean"] == 0
     assert itself["generated"]["diverged_answers"] == 0
     assert itself["generated"]["length_ratio"] == 1
@@ -45,7 +45,7 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
     tokenizer = tokenizer_at(source)
     means, texts, first = [], [], []
     with torch.inference_mode():
-        for text in ASKED.texts:
+        for text in PROMPTS_ASKED.texts:
             ids = torch.tensor([tokenizer.encode(text)])
             wholes = []
             for current_model in (reference, model):

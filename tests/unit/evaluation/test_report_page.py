@@ -124,7 +124,7 @@ def page(evaluation, tmp_path_factory) -> Path:
     return path
 
 
-def without(evaluation: Evaluation, *keys: str) -> Evaluation:
+def without_keys(evaluation: Evaluation, *keys: str) -> Evaluation:
     rows = tuple({**row, **dict.fromkeys(keys)} for row in evaluation.rows)
     return replace(evaluation, rows=rows)
 
@@ -179,7 +179,7 @@ def test_generated_text_is_escaped_in_html(page):
 
 def test_sections_without_figures_are_left_out(evaluation):
     fast = replace(evaluation.protocol, speed_dtype="")
-    less = without(
+    less = without_keys(
         evaluation,
         "ttft_by_prompt",
         "decode_by_batch",
@@ -305,7 +305,7 @@ def test_table_cells_sort_by_value_across_units():
 
 
 @pytest.fixture(scope="module")
-def running():
+def chromium_browser():
     pytest.importorskip("playwright")
     if chromium() is None:
         pytest.skip("no Chromium on this machine")
@@ -337,8 +337,8 @@ COLLIDING = """() => [...document.querySelectorAll("figure svg")].flatMap(svg =>
 
 
 @pytest.mark.parametrize("width", [*WIDTHS, 1250, 1600])
-def test_nothing_overflows_or_collides(running, page, width):
-    with shown(running, page, width, SCHEMES[width % 2]) as tab:
+def test_nothing_overflows_or_collides(chromium_browser, page, width):
+    with shown(chromium_browser, page, width, SCHEMES[width % 2]) as tab:
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         tab.evaluate("document.querySelectorAll('details').forEach(item => { item.open = true; })")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
@@ -347,8 +347,8 @@ def test_nothing_overflows_or_collides(running, page, width):
         assert tab.evaluate(TOUCHING) == []
 
 
-def test_a_screen_reader_finds_headings_figures_and_tables(running, page):
-    with shown(running, page, 390) as tab:
+def test_a_screen_reader_finds_headings_figures_and_tables(chromium_browser, page):
+    with shown(chromium_browser, page, 390) as tab:
         nodes = tab.context.new_cdp_session(tab).send("Accessibility.getFullAXTree")["nodes"]
     seen = [
         (node["role"]["value"], node.get("name", {}).get("value", ""))
@@ -369,8 +369,8 @@ def test_a_screen_reader_finds_headings_figures_and_tables(running, page):
     assert ("button", "weights") in seen
 
 
-def test_tables_sort_by_keyboard(running, page):
-    with shown(running, page, 1440) as tab:
+def test_tables_sort_by_keyboard(chromium_browser, page):
+    with shown(chromium_browser, page, 1440) as tab:
         button = tab.get_by_role("button", name="KL", exact=True).first
         first = "document.querySelector('tbody tr th').textContent"
         button.focus()
@@ -386,10 +386,10 @@ def test_tables_sort_by_keyboard(running, page):
         assert last >= 5
 
 
-def test_light_and_dark_schemes_have_enough_contrast(running, page):
+def test_light_and_dark_schemes_have_enough_contrast(chromium_browser, page):
     """The contrast of text is at least 4.5 (WCAG 2 AA)."""
     for scheme in SCHEMES:
-        with shown(running, page, 768, scheme) as tab:
+        with shown(chromium_browser, page, 768, scheme) as tab:
             colours = tab.evaluate(
                 "['--paper', '--ink', '--muted', '--accent'].map(name => getComputedStyle("
                 "document.documentElement).getPropertyValue(name).trim())"

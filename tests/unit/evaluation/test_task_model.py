@@ -28,7 +28,7 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def made(tiny):
+def task_models(tiny):
     """Return a function from a family and a number of positions to what answers."""
 
     @cache
@@ -38,7 +38,7 @@ def made(tiny):
     return make
 
 
-def by_hand(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool]:
+def expected_score(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool]:
     """From all logits of one text."""
     with torch.inference_mode():
         logits = answers._model(torch.tensor([ids[:-1]])).logits[0, -count:].double()
@@ -49,20 +49,20 @@ def by_hand(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_continuation_scores_equal_summed_token_likelihoods(made, family):
-    answers = made(family)
+def test_continuation_scores_equal_summed_token_likelihoods(task_models, family):
+    answers = task_models(family)
     scores = answers.score_continuations(PAIRS)
     for (context, continuation), (value, greedy) in zip(PAIRS, scores, strict=True):
         scored = answers.encode_pair(context, continuation)
-        expected, best = by_hand(answers, list(scored.ids), scored.count)
+        expected, best = expected_score(answers, list(scored.ids), scored.count)
         assert value == pytest.approx(expected, abs=1e-4)
         assert greedy == best
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_empty_continuation_has_likelihood_one(made, family):
+def test_an_empty_continuation_has_likelihood_one(task_models, family):
     """Beside others too, and where the context is a single token that nothing precedes."""
-    answers = made(family)
+    answers = task_models(family)
     answers_of_x = answers.score_continuations([("x", "y")])
     assert answers.score_continuations([("", ""), ("x", "y")]) == [(0.0, True), *answers_of_x]
     assert answers.score_continuations([("", "")]) == [(0.0, True)]
@@ -71,8 +71,8 @@ def test_an_empty_continuation_has_likelihood_one(made, family):
 
 
 @pytest.mark.tokens
-def test_generated_tokens_are_scored_as_greedy(made):
-    answers, seen = made(), 0
+def test_generated_tokens_are_scored_as_greedy(task_models):
+    answers, seen = task_models(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
         generated = answers.generate(context, GenerationArguments(new_tokens=1))
         whole = answers._tokenizer.encode(context + generated)
@@ -82,8 +82,8 @@ def test_generated_tokens_are_scored_as_greedy(made):
     assert seen
 
 
-def test_context_spaces_belong_to_the_continuation(made):
-    answers = made()
+def test_context_spaces_belong_to_the_continuation(task_models):
+    answers = task_models()
     encode = answers._tokenizer.encode
     # Spaces at the end of a context belong to what follows.
     assert answers.encode_pair("the model ", "are") == answers.encode_pair("the model", " are")
@@ -93,8 +93,8 @@ def test_context_spaces_belong_to_the_continuation(made):
     assert alone.count == len(alone.ids) - 1
 
 
-def test_long_contexts_are_truncated_at_the_start(made):
-    answers = made("llama", 8)
+def test_long_contexts_are_truncated_at_the_start(task_models):
+    answers = task_models("llama", 8)
     scored = answers.encode_pair(
         "the weights of the model are rounded to the nearest", " point of the grid"
     )
@@ -118,13 +118,13 @@ def test_every_token_of_a_text_is_scored_once(ids, positions):
     assert all(len(part.ids) - 1 == positions for part in parts[1:])  # with what comes before
 
 
-def test_a_text_score_is_the_sum_of_its_windows(made):
-    answers = made("llama", 16)
+def test_a_text_score_is_the_sum_of_its_windows(task_models):
+    answers = task_models("llama", 16)
     text = "the weights of the model are rounded to the nearest point of the grid, row by row; " * 3
     ids = answers._tokenizer.encode(text)
     parts = disjoint_windows(ids, answers._start_token, 16)
     assert len(parts) > 2
-    expected = sum(by_hand(answers, list(part.ids), part.count)[0] for part in parts)
+    expected = sum(expected_score(answers, list(part.ids), part.count)[0] for part in parts)
     assert answers.score_texts([text, ""]) == [pytest.approx(expected, abs=1e-3), 0]
 
 
@@ -135,8 +135,8 @@ def test_batches_are_of_similar_lengths():
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_generation_equals_greedy_transformers_and_stops(made, family):
-    answers = made(family)
+def test_generation_equals_greedy_transformers_and_stops(task_models, family):
+    answers = task_models(family)
     context, tokenizer = "the weights of the", answers._tokenizer
     ids = answers._prefix + tokenizer.encode(context)
     model = answers._model
@@ -154,9 +154,9 @@ def test_generation_equals_greedy_transformers_and_stops(made, family):
             )
 
 
-def test_more_tokens_than_positions_are_refused(made):
+def test_more_tokens_than_positions_are_refused(task_models):
     with pytest.raises(InputError, match="64 new tokens"):
-        made().generate("the", GenerationArguments(new_tokens=64))
+        task_models().generate("the", GenerationArguments(new_tokens=64))
 
 
 def test_a_nan_likelihood_is_an_error(tiny):

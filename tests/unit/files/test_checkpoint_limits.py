@@ -25,13 +25,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
-def padded(path: Path, start: bytes, size: int) -> None:
+def write_padded(path: Path, start: bytes, size: int) -> None:
     """Write ``start`` and spaces behind it, up to ``size`` bytes."""
     with path.open("wb") as stream:
         stream.write(start.ljust(size))
 
 
-def header_refused(path: Path) -> str:
+def header_error(path: Path) -> str:
     with pytest.raises(InputError) as caught:
         read_header(path)
     return caught.value.message
@@ -41,19 +41,19 @@ def header_refused(path: Path) -> str:
 
 
 def test_the_header_limit_is_32_mb(path: Path) -> None:
-    padded(path, MB_32.to_bytes(8, "little") + b"{}", 8 + MB_32)
+    write_padded(path, MB_32.to_bytes(8, "little") + b"{}", 8 + MB_32)
     assert read_header(path) == {}
-    padded(path, (MB_32 + 1).to_bytes(8, "little") + b"{}", 9 + MB_32)
-    assert f"a header of {MB_32 + 1} bytes, more than {MB_32}" in header_refused(path)
+    write_padded(path, (MB_32 + 1).to_bytes(8, "little") + b"{}", 9 + MB_32)
+    assert f"a header of {MB_32 + 1} bytes, more than {MB_32}" in header_error(path)
 
 
 def test_limits_of_name_length_and_rank(path: Path) -> None:
     path.write_bytes(file(one("n" * 4096, shape=[1] * 64), b"1234"))
     assert read_header(path)["n" * 4096].shape == (1,) * 64
     path.write_bytes(file(one("n" * 4097), b"1234"))
-    assert "(4097 bytes): expected 1 to 4096 bytes" in header_refused(path)
+    assert "(4097 bytes): expected 1 to 4096 bytes" in header_error(path)
     path.write_bytes(file(one(shape=[1] * 65), b"1234"))
-    assert "at most 64 sizes" in header_refused(path)
+    assert "at most 64 sizes" in header_error(path)
 
 
 @pytest.mark.parametrize(("size", "length_note"), [(80, ""), (81, " (81 bytes)")])
@@ -61,7 +61,7 @@ def test_bad_tensor_names_are_shown_up_to_80_characters(
     path: Path, size: int, length_note: str
 ) -> None:
     path.write_bytes(file(one("\n" + "n" * (size - 1)), b"1234"))
-    assert rf"tensor name '\n{'n' * 79}'{length_note}: expected" in header_refused(path)
+    assert rf"tensor name '\n{'n' * 79}'{length_note}: expected" in header_error(path)
 
 
 def test_entry_equality_ignores_the_file_stamp(path: Path) -> None:
@@ -101,7 +101,7 @@ def test_short_preads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def json_refused(text: str) -> str:
+def json_error(text: str) -> str:
     with pytest.raises(InputError) as caught:
         parse_object(text.encode(), Path("config.json"))
     return caught.value.message
@@ -109,9 +109,9 @@ def json_refused(text: str) -> str:
 
 def test_json_files_over_their_size_limit_are_refused(path: Path) -> None:
     role = FileRole("thing", 1000)
-    padded(path, b'{"a": 1}', 1000)
+    write_padded(path, b'{"a": 1}', 1000)
     assert read_object(path, role, None) == {"a": 1}
-    padded(path, b'{"a": 1}', 1001)
+    write_padded(path, b'{"a": 1}', 1001)
     with pytest.raises(InputError, match="1001 bytes, more than 1000"):
         read_object(path, role, None)
 
@@ -122,7 +122,7 @@ def test_json_nesting_limit_is_64_levels() -> None:
         assert parse_object(f'{{"a":{value}}}'.encode(), Path("x")) == json.loads(
             f'{{"a":{value}}}'
         )
-        assert "nested deeper than 64 levels" in json_refused(f'{{"a":{left}{value}{right}}}')
+        assert "nested deeper than 64 levels" in json_error(f'{{"a":{left}{value}{right}}}')
 
 
 @pytest.mark.parametrize("number", [-(2**63), 2**64 - 1, -1, 0])
@@ -133,11 +133,11 @@ def test_json_integers_of_64_bits_are_read(number: int) -> None:
 @pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**20 - 1, 10**20, -(10**19), "-0"])
 def test_json_integers_over_64_bits_are_refused(number: object) -> None:
     """Readers that know no longer integers make an inexact float of them."""
-    assert f"the number {number} is not a 64-bit integer" in json_refused(f'{{"a": {number}}}')
+    assert f"the number {number} is not a 64-bit integer" in json_error(f'{{"a": {number}}}')
 
 
 def test_a_duplicate_json_key_is_named() -> None:
-    assert "the key 'b' occurs twice" in json_refused('{"a": 1, "b": 2, "b": 2, "a": 1}')
+    assert "the key 'b' occurs twice" in json_error('{"a": 1, "b": 2, "b": 2, "a": 1}')
 
 
 # --- an index -------------------------------------------------------------------------------------

@@ -190,13 +190,13 @@ def test_free_bytes_equal_the_free_space_of_the_file_system(tmp_path: Path) -> N
 # ---- earlier results
 
 
-def listed(root: Path, *names: str, **more: object) -> None:
+def write_manifest(root: Path, *names: str, **more: object) -> None:
     outputs = {name: {"bytes": 0} for name in names}
     document = {"schema": "quantforge.manifest/2", "outputs": outputs, **more}
     (root / MANIFEST).write_text(json.dumps(document))
 
 
-def found(root: Path) -> set[str]:
+def previous_files(root: Path) -> set[str]:
     return set(read_previous_output(root, is_own_name=lambda name: name != "other").files)
 
 
@@ -205,8 +205,8 @@ EIGHT = "/".join("abcdefgh")
 
 @pytest.mark.parametrize("name", ["a", "a/b", ".a", "a..b", EIGHT, "ü\n"])
 def test_manifest_names_inside_the_result_are_accepted(tmp_path: Path, name: str) -> None:
-    listed(tmp_path, name)
-    assert found(tmp_path) == {name, MANIFEST}
+    write_manifest(tmp_path, name)
+    assert previous_files(tmp_path) == {name, MANIFEST}
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_manifest_names_inside_the_result_are_accepted(tmp_path: Path, name: str
      "other", MANIFEST, DIRECTORY_SIGNATURE],
 )  # fmt: skip
 def test_manifest_names_outside_the_result_are_refused(tmp_path: Path, name: str) -> None:
-    listed(tmp_path, "a", name)
+    write_manifest(tmp_path, "a", name)
     with pytest.raises(RefusedError, match="no file of this result"):
-        found(tmp_path)
+        previous_files(tmp_path)
 
 
 def test_a_signature_is_own_only_with_the_manifest_digest(
@@ -226,7 +226,7 @@ def test_a_signature_is_own_only_with_the_manifest_digest(
     monkeypatch.setattr(
         "quantforge.files.previous_output.signed_files", lambda _, data: json.loads(data)
     )
-    listed(tmp_path, "a")
+    write_manifest(tmp_path, "a")
     digest = hashlib.sha256((tmp_path / MANIFEST).read_bytes()).hexdigest()
     for signed_digests, own in (
         ({MANIFEST: digest}, True),
@@ -234,12 +234,12 @@ def test_a_signature_is_own_only_with_the_manifest_digest(
         ({}, False),
     ):
         (tmp_path / DIRECTORY_SIGNATURE).write_text(json.dumps(signed_digests))
-        assert (DIRECTORY_SIGNATURE in found(tmp_path)) == own
+        assert (DIRECTORY_SIGNATURE in previous_files(tmp_path)) == own
 
 
 def test_overwriting_is_refused_without_a_valid_manifest(tmp_path: Path) -> None:
     manifest_path = tmp_path / MANIFEST
-    listed(tmp_path, "a")
+    write_manifest(tmp_path, "a")
     good = manifest_path.read_text()
     (tmp_path / "copy").write_text(good)
     manifest_path.unlink()
@@ -251,18 +251,18 @@ def test_overwriting_is_refused_without_a_valid_manifest(tmp_path: Path) -> None
     ):
         make_it()
         with pytest.raises(RefusedError, match=f"{MANIFEST}: no regular file"):
-            found(tmp_path)
+            previous_files(tmp_path)
         if manifest_path.is_dir():
             manifest_path.rmdir()
         manifest_path.unlink(missing_ok=True)
     for changes in ({"schema": "other/1"}, {"schema": None}, {"outputs": None}, {"outputs": []}):
-        listed(tmp_path, "a", **changes)
+        write_manifest(tmp_path, "a", **changes)
         with pytest.raises(RefusedError, match="no manifest that lists"):
-            found(tmp_path)
+            previous_files(tmp_path)
     for entry in (None, {}, {"bytes": "0"}, {"bytes": True}, 7):
-        listed(tmp_path, outputs={"a": entry})
+        write_manifest(tmp_path, outputs={"a": entry})
         with pytest.raises(RefusedError, match="states no size"):
-            found(tmp_path)
+            previous_files(tmp_path)
 
 
 def test_file_size_does_not_follow_links(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_only_files_listed_in_the_manifest_are_removed(tmp_path: Path) -> None:
     for name in (*names, "z/mine"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    listed(tmp_path, *names)
+    write_manifest(tmp_path, *names)
     read_previous_output(tmp_path).remove()
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"z/mine"}
@@ -431,7 +431,7 @@ def test_existing_output_files_are_kept_with_the_right_reason(tmp_path: Path) ->
 def test_an_older_manifest_schema_blocks_overwriting(
     tmp_path: Path,
 ) -> None:
-    listed(tmp_path, "a", schema="quantforge.manifest/1")
+    write_manifest(tmp_path, "a", schema="quantforge.manifest/1")
     (tmp_path / "a").touch()
     message = r"has schema quantforge\.manifest/1, and this version of quantforge reads quant.*/2;"
     with pytest.raises(RefusedError, match=message):

@@ -69,7 +69,7 @@ def write_index(model: Path, **shards: int | str) -> None:
     (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def refused(model: Path) -> str:
+def refusal_message(model: Path) -> str:
     with pytest.raises(InputError) as caught:
         open_checkpoint(model)
     assert caught.value.hint
@@ -141,7 +141,7 @@ def test_names_outside_of_the_directory_are_refused(
     save_file(tensors("c"), sharded.parent / "other.safetensors")
     write_index(sharded, a=1, b=1, c=name)
     opened.clear()
-    assert "is not the name of a file beside it" in refused(sharded)
+    assert "is not the name of a file beside it" in refusal_message(sharded)
     assert [path.rpartition("/")[2] for path in opened] == ["config.json", INDEX]
 
 
@@ -149,7 +149,7 @@ def test_all_index_errors_are_listed_at_once(sharded: Path) -> None:
     save_file(tensors("a", "d"), sharded / "model-00002-of-00002.safetensors")
     save_file(tensors("e"), sharded / "extra.safetensors")
     write_index(sharded, a=1, b=1, c=2, g="gone.safetensors")
-    message = refused(sharded)
+    message = refusal_message(sharded)
     for problem in (
         "'extra.safetensors' is not in the index",
         "gone.safetensors: No such file",
@@ -163,7 +163,7 @@ def test_all_index_errors_are_listed_at_once(sharded: Path) -> None:
 def test_a_long_list_of_index_errors_is_truncated(sharded: Path) -> None:
     shards = {f"t{n}": 1 for n in range(1000)}
     write_index(sharded, a=1, b=1, c=2, **shards)
-    message = refused(sharded)
+    message = refusal_message(sharded)
     assert "and 980 more" in message
     assert len(message) < 5000
 
@@ -171,7 +171,7 @@ def test_a_long_list_of_index_errors_is_truncated(sharded: Path) -> None:
 def test_a_damaged_shard_is_listed_among_index_errors(sharded: Path) -> None:
     path = sharded / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert "model-00002-of-00002.safetensors: tensor 'c': ends at" in refused(sharded)
+    assert "model-00002-of-00002.safetensors: tensor 'c': ends at" in refusal_message(sharded)
 
 
 @pytest.mark.parametrize(
@@ -188,22 +188,22 @@ def test_a_damaged_shard_is_listed_among_index_errors(sharded: Path) -> None:
 )
 def test_malformed_shard_indexes_are_refused(sharded: Path, content: str, words: str) -> None:
     (sharded / INDEX).write_text(content)
-    assert words in refused(sharded)
+    assert words in refusal_message(sharded)
 
 
 def test_stale_or_unsupported_weight_files_are_refused(single: Path) -> None:
     weights = single / "model.safetensors"
     save_file(tensors("x"), single / "stale.safetensors")
-    assert "['stale.safetensors'] beside model.safetensors" in refused(single)
+    assert "['stale.safetensors'] beside model.safetensors" in refusal_message(single)
     (single / "stale.safetensors").unlink()
     weights.rename(single / "consolidated.safetensors")
-    assert "neither model.safetensors nor" in refused(single)
+    assert "neither model.safetensors nor" in refusal_message(single)
     (single / "consolidated.safetensors").rename(single / "other.safetensors")
-    assert "found 'other.safetensors'" in refused(single)
+    assert "found 'other.safetensors'" in refusal_message(single)
     (single / "other.safetensors").rename(single / "x.gguf")
-    assert "found 'x.gguf'" in refused(single)
+    assert "found 'x.gguf'" in refusal_message(single)
     save_file({}, weights)
-    assert "holds no tensors" in refused(single)
+    assert "holds no tensors" in refusal_message(single)
 
 
 def test_consolidated_safetensors_are_ignored(single: Path) -> None:
@@ -250,7 +250,7 @@ def test_pickles_are_refused_with_a_hint(single: Path, name: str) -> None:
 )
 def test_malformed_configurations_are_refused(single: Path, content: bytes, words: str) -> None:
     (single / "config.json").write_bytes(content)
-    assert words in refused(single)
+    assert words in refusal_message(single)
 
 
 def test_infinite_numbers_are_read_in_either_spelling(single: Path) -> None:
@@ -323,37 +323,37 @@ def test_links_out_of_the_model_are_refused(single: Path, name: str) -> None:
     )
     (single / name).unlink(missing_ok=True)
     (single / name).symlink_to("../secret")
-    assert "is a link to" in refused(single)
+    assert "is a link to" in refusal_message(single)
     (single / name).unlink()
     (single / name).symlink_to(name)
-    assert "symbolic links" in refused(single)
+    assert "symbolic links" in refusal_message(single)
     (single / name).unlink()
     (single / name).symlink_to("nothing")
-    assert "No such file" in refused(single)
+    assert "No such file" in refusal_message(single)
     (single / name).unlink()
     os.mkfifo(single / name)
-    assert "not a regular file" in refused(single)
+    assert "not a regular file" in refusal_message(single)
     (single / name).unlink()
     (single / name).symlink_to("/dev/zero")
-    assert "is a link to /dev/zero" in refused(single)
+    assert "is a link to /dev/zero" in refusal_message(single)
 
 
 def test_a_directory_in_place_of_a_file_is_refused(single: Path) -> None:
     (single / "config.json").unlink()
     (single / "config.json").mkdir()
-    assert "not a regular file" in refused(single)
+    assert "not a regular file" in refusal_message(single)
 
 
 def test_a_linked_folder_of_templates_is_refused(single: Path) -> None:
     (single.parent / "outside").mkdir()
     (single.parent / "outside/x.jinja").write_text("secret")
     (single / "additional_chat_templates").symlink_to("../outside")
-    assert "is a link to" in refused(single)
+    assert "is a link to" in refusal_message(single)
 
 
 def test_a_file_name_with_a_line_break_is_refused(single: Path) -> None:
     (single / "LICENSE\n\x1b[31m").write_text("x")
-    assert r"'LICENSE\n\x1b[31m' is no name" in refused(single)
+    assert r"'LICENSE\n\x1b[31m' is no name" in refusal_message(single)
 
 
 def test_links_inside_of_the_model_are_followed(single: Path) -> None:
@@ -388,15 +388,15 @@ def test_a_hub_snapshot_links_to_its_blobs_and_to_no_others(single: Path) -> Non
     other.mkdir(parents=True)
     (other / "LICENSE").write_text("x")
     (snapshot / "LICENSE").symlink_to(other / "LICENSE")
-    assert "is a link to" in refused(snapshot)
+    assert "is a link to" in refusal_message(snapshot)
 
 
 def test_paths_without_a_model_are_refused(tmp_path: Path) -> None:
-    assert "no config.json" in refused(tmp_path)
-    assert "No such file" in refused(tmp_path / "nothing")
+    assert "no config.json" in refusal_message(tmp_path)
+    assert "No such file" in refusal_message(tmp_path / "nothing")
     (tmp_path / "file").touch()
-    assert "Not a directory" in refused(tmp_path / "file")
-    assert "too long" in refused(tmp_path / ("x" * 4000))
+    assert "Not a directory" in refusal_message(tmp_path / "file")
+    assert "too long" in refusal_message(tmp_path / ("x" * 4000))
 
 
 # --- values ---------------------------------------------------------------------------------------

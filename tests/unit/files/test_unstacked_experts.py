@@ -26,17 +26,17 @@ STACKS = {  # the stacks of gate and up, and of down; the name of a matrix
 LEAVES = {"granitemoe": dict(zip(PARTS, ("w1", "w3", "w2"), strict=True))}
 
 
-def stored(model: Path) -> dict[str, Tensor]:
+def load_tensors(model: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
 
 
-def expected(family: str, model: Path) -> dict[str, Tensor]:
+def expected_matrices(family: str, model: Path) -> dict[str, Tensor]:
     """The matrices of all experts, cut by hand."""
     first, second, name = STACKS[family]
-    tensors, matrices = stored(model), {}
+    tensors, matrices = load_tensors(model), {}
     for layer in range(3):
         block = f"model.layers.{layer}."
         for number in range(4):
@@ -53,7 +53,7 @@ def expected(family: str, model: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", STACKS)
 def test_unstacked_experts_equal_slices_of_the_stack(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
-    view, expected_tensors = unstack_experts(source), expected(family, tiny(family))
+    view, expected_tensors = unstack_experts(source), expected_matrices(family, tiny(family))
     first, second, _ = STACKS[family]
     stacks = {f"model.layers.{n}.{name}" for n in range(3) for name in (first, second)}
     assert view.entries.keys() == (source.entries.keys() - stacks) | expected_tensors.keys()
@@ -125,7 +125,7 @@ def test_stacks_of_unexpected_shape_are_left_unchanged(
     shutil.copytree(
         tiny("gpt-oss"), tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors*")
     )
-    tensors = stored(tiny("gpt-oss"))
+    tensors = load_tensors(tiny("gpt-oss"))
     name = "model.layers.1.mlp.experts.down_proj"
     tensors[name] = torch.cat((tensors[name], tensors[name]))[:experts].contiguous()
     odd = "model.layers.2.mlp.experts.gate_up_proj"

@@ -34,7 +34,7 @@ from tests.thorough import each_value
 RANK = 4
 
 
-def adapter(
+def write_adapter(
     directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
 ) -> Path:
     """Write an adapter as PEFT's `save_pretrained` does."""
@@ -52,7 +52,9 @@ def adapter(
     return directory
 
 
-def low_rank(model: Path, modules: tuple[str, ...], rank: int = RANK) -> dict[str, Tensor]:
+def random_lora_tensors(
+    model: Path, modules: tuple[str, ...], rank: int = RANK
+) -> dict[str, Tensor]:
     """Random changes of every linear whose name ends so."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
@@ -67,19 +69,19 @@ def low_rank(model: Path, modules: tuple[str, ...], rank: int = RANK) -> dict[st
     return tensors
 
 
-def stored(model: Path) -> dict[str, Tensor]:
+def load_tensors(model: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
 
 
-def as_float32(model: Path, directory: Path) -> Path:
+def write_float32_copy(model: Path, directory: Path) -> Path:
     shutil.copytree(
         model, directory, ignore=shutil.ignore_patterns("*.safetensors*", "config.json")
     )
     save_file(
-        {name: value.float() for name, value in stored(model).items()},
+        {name: value.float() for name, value in load_tensors(model).items()},
         directory / "model.safetensors",
     )
     config = json.loads((model / "config.json").read_text())
@@ -92,9 +94,9 @@ def test_merged_weights_follow_the_lora_formula(
     tiny: Tiny, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     model = tiny("llama-wide")
-    tensors = low_rank(model, ("q_proj", "v_proj", "down_proj"))
-    source = open_plain_source(model, adapter(tmp_path / "a", tensors, options))
-    base = stored(model)
+    tensors = random_lora_tensors(model, ("q_proj", "v_proj", "down_proj"))
+    source = open_plain_source(model, write_adapter(tmp_path / "a", tensors, options))
+    base = load_tensors(model)
     changed = 0
     for name in source.entries:
         a = tensors.get(name.replace(".weight", ".lora_A.weight"))
@@ -137,7 +139,7 @@ def test_merged_weights_equal_peft(
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    model = as_float32(tiny(family), tmp_path / "m")
+    model = write_float32_copy(tiny(family), tmp_path / "m")
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = peft.LoraConfig(r=RANK, lora_alpha=16, init_lora_weights=False, **options)
     trained = peft.get_peft_model(base, config)
@@ -150,16 +152,16 @@ def test_merged_weights_equal_peft(
     source = open_plain_source(model, tmp_path / "a")
     for name in source.entries:
         assert torch.equal(source.read(name), expected[name]), name
-    before = stored(model)
+    before = load_tensors(model)
     assert any(not torch.equal(expected[name], before[name]) for name in source.entries)
 
 
 def test_saved_original_modules_are_ignored(tiny: Tiny, tmp_path: Path) -> None:
     """PEFT does so with ``save_embedding_layers`` and after a change of the vocabulary."""
     model = tiny("llama-wide")
-    saved = {"lm_head.weight": torch.ones(stored(model)["lm_head.weight"].shape)}
+    saved = {"lm_head.weight": torch.ones(load_tensors(model)["lm_head.weight"].shape)}
     saved["lm_head.original_module.weight"] = torch.zeros(3, 3)
-    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)) | saved)
+    adapter_path = write_adapter(tmp_path / "a", random_lora_tensors(model, ("q_proj",)) | saved)
     merged = open_plain_source(model, adapter_path)
     assert torch.equal(merged.read("lm_head.weight"), saved["lm_head.weight"])
 
@@ -182,7 +184,7 @@ def test_a_resized_vocabulary_is_refused_with_working_steps(
     from transformers import AutoModelForCausalLM
 
     model = tiny("llama")
-    rows = len(stored(model)["lm_head.weight"])
+    rows = len(load_tensors(model)["lm_head.weight"])
     base = AutoModelForCausalLM.from_pretrained(model)
     base.resize_token_embeddings(rows + added)
     trained = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, **options))
@@ -199,11 +201,11 @@ def test_a_resized_vocabulary_is_refused_with_working_steps(
     names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel}
     exec(steps.replace("'merged'", repr(str(tmp_path / "merged"))), names)
     kept = min(rows, rows + added)
-    embedding = stored(tmp_path / "merged")["model.embed_tokens.weight"]
+    embedding = load_tensors(tmp_path / "merged")["model.embed_tokens.weight"]
     assert len(embedding) == rows + added
     if options.get("modules_to_save"):
         torch.testing.assert_close(
-            embedding[:kept], stored(model)["model.embed_tokens.weight"][:kept]
+            embedding[:kept], load_tensors(model)["model.embed_tokens.weight"][:kept]
         )
 
 
@@ -214,7 +216,9 @@ def test_adapters_from_plan_to_reproduce(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
-    adapter_path = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj", "lm_head")))
+    adapter_path = write_adapter(
+        tmp_path / "tuned", random_lora_tensors(model, ("q_proj", "down_proj", "lm_head"))
+    )
     requested_recipe = recipe(
         "gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path))
     )
@@ -229,7 +233,9 @@ def test_adapters_from_plan_to_reproduce(
     shown = command(capsys, "inspect", out).out
     assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(shown.split())
     merged = open_plain_source(model, adapter_path)
-    assert torch.equal(stored(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16())
+    assert torch.equal(
+        load_tensors(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16()
+    )
     assert verify(out, model, adapter=adapter_path).findings == []
     with pytest.raises(InputError, match="made with the adapter tuned"):
         verify(out, model)
@@ -238,7 +244,7 @@ def test_adapters_from_plan_to_reproduce(
     with pytest.raises(InputError, match="made with the adapter tuned") as refused:
         reproduce(out, model, Settings())
     assert "--adapter DIR, of an adapter called tuned: SHA-256" in refused.value.hint
-    other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
+    other = write_adapter(tmp_path / "other", random_lora_tensors(model, ("q_proj",)))
     with pytest.raises(IntegrityError, match="not the adapter"):
         reproduce(out, model, Settings(adapter=other))
     with pytest.raises(IntegrityError, match="not the adapter"):
@@ -258,8 +264,10 @@ def test_eval_notes_a_reference_with_another_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny("llama-wide")
-    adapter_path = adapter(tmp_path / "tuned one", low_rank(model, ("q_proj", "down_proj")))
-    other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(
+        tmp_path / "tuned one", random_lora_tensors(model, ("q_proj", "down_proj"))
+    )
+    other = write_adapter(tmp_path / "other", random_lora_tensors(model, ("q_proj",)))
     monkeypatch.chdir(tmp_path)
     options = ("--windows", "2", "--length", "32", "--no-speed")
     quick = ("quantize", "--method", "rtn", "--scales", "absmax", "--bits", 8)
@@ -320,8 +328,10 @@ def test_sweeps_and_releases_merge_the_adapter_into_the_reference(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, notes = tiny("llama-wide"), list[str]()
-    adapter_path = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj")))
-    other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(
+        tmp_path / "tuned", random_lora_tensors(model, ("q_proj", "down_proj"))
+    )
+    other = write_adapter(tmp_path / "other", random_lora_tensors(model, ("q_proj",)))
     settings = Settings(note=notes.append)
 
     def swept(out: str, over: Mapping[str, Any], **given: Any) -> Any:
@@ -354,7 +364,7 @@ def test_verify_requires_the_adapter_of_the_recipe(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out, file = tiny("llama-wide"), tmp_path / "q", tmp_path / "q.gguf"
-    adapter_path = adapter(tmp_path / "tuned", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(tmp_path / "tuned", random_lora_tensors(model, ("q_proj",)))
     quantize(model, out, recipe(scheme="int4:g32:sym"))
     api.export(out, out=file, format="gguf")
     blocks = tmp_path / "b.gguf"
@@ -382,7 +392,7 @@ def test_verify_requires_the_adapter_of_the_recipe(
 
 def test_a_card_names_the_merged_adapter_also_after_export(tiny: Tiny, tmp_path: Path) -> None:
     model, path = tiny("llama-wide"), tmp_path / "tuned"
-    adapter(path, low_rank(model, ("q_proj",)))
+    write_adapter(path, random_lora_tensors(model, ("q_proj",)))
     requested_recipe = recipe(
         scheme="int4:g32:sym", scales="absmax", adapter=AdapterOptions(str(path))
     )
@@ -406,17 +416,20 @@ def test_a_card_names_the_merged_adapter_also_after_export(tiny: Tiny, tmp_path:
 
 @pytest.mark.thorough
 def test_merged_models_are_quantized_like_saved_ones(tiny: Tiny, tmp_path: Path) -> None:
-    model = as_float32(tiny("llama-wide"), tmp_path / "m")
-    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj", "up_proj")))
+    model = write_float32_copy(tiny("llama-wide"), tmp_path / "m")
+    adapter_path = write_adapter(tmp_path / "a", random_lora_tensors(model, ("q_proj", "up_proj")))
     source = open_plain_source(model, adapter_path)
-    plain = as_float32(tiny("llama-wide"), tmp_path / "p")
+    plain = write_float32_copy(tiny("llama-wide"), tmp_path / "p")
     save_file({name: source.read(name) for name in source.entries}, plain / "model.safetensors")
     for method in ("rtn", "awq+gptq"):
         requested_recipe = recipe(method, scheme="int4:g32:sym")
         quantize(plain, tmp_path / f"{method}-1", requested_recipe)
         with_it = recipe(method, scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path)))
         quantize(model, tmp_path / f"{method}-2", with_it)
-        first, second = stored(tmp_path / f"{method}-1"), stored(tmp_path / f"{method}-2")
+        first, second = (
+            load_tensors(tmp_path / f"{method}-1"),
+            load_tensors(tmp_path / f"{method}-2"),
+        )
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -429,9 +442,9 @@ def test_a_tied_head_changed_by_an_adapter_is_untied(tiny: Tiny, tmp_path: Path)
         "lm_head.lora_A.weight": torch.randn(RANK, columns) / 16,
         "lm_head.lora_B.weight": torch.randn(rows, RANK) / 16,
     }
-    adapter_path = adapter(tmp_path / "a", change)
+    adapter_path = write_adapter(tmp_path / "a", change)
     source = open_plain_source(model, adapter_path)
-    base = stored(model)["model.embed_tokens.weight"]
+    base = load_tensors(model)["model.embed_tokens.weight"]
     assert source.config["tie_word_embeddings"] is False
     assert torch.equal(source.read("model.embed_tokens.weight"), base)
     product = change["lm_head.lora_B.weight"] @ change["lm_head.lora_A.weight"] * 4
@@ -444,7 +457,7 @@ def test_a_tied_head_changed_by_an_adapter_is_untied(tiny: Tiny, tmp_path: Path)
 
 def test_a_run_resumes_only_with_the_same_adapter(tiny: Tiny, tmp_path: Path) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
-    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(tmp_path / "a", random_lora_tensors(model, ("q_proj",)))
     requested_recipe = recipe(
         "gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(adapter_path))
     )
@@ -463,7 +476,7 @@ def test_a_run_resumes_only_with_the_same_adapter(tiny: Tiny, tmp_path: Path) ->
 
 def test_an_adapter_changed_during_the_run_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
-    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(tmp_path / "a", random_lora_tensors(model, ("q_proj",)))
     source = open_plain_source(model, adapter_path)
     weights = adapter_path / "adapter_model.safetensors"
     data, times = bytearray(weights.read_bytes()), weights.stat()
@@ -481,20 +494,20 @@ FIRST = "model.layers.0.self_attn.q_proj"
 A, B, LENGTHS = (f"{FIRST}.lora_{part}.weight" for part in ("A", "B", "magnitude_vector"))
 
 
-def of_another_layer(tensors: dict[str, Tensor]) -> None:
+def move_to_another_layer(tensors: dict[str, Tensor]) -> None:
     for name in (A, B):
         tensors[name.replace("layers.0", "layers.9")] = tensors.pop(name)
 
 
-def without(*names: str) -> Callable[[dict[str, Tensor]], object]:
+def without_tensors(*names: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: [tensors.pop(name) for name in names]
 
 
 EDITS: dict[str, Callable[[dict[str, Tensor]], object]] = {
-    "name": of_another_layer,
+    "name": move_to_another_layer,
     "shape": lambda t: t.update({A: t[A][:, :64]}),
-    "half": without(B),
-    "gone": without(A, B),
+    "half": without_tensors(B),
+    "gone": without_tensors(A, B),
     "codes": lambda t: t.update({"lm_head.weight": torch.ones((320, 64), dtype=torch.int32)}),
     "other": lambda t: t.update({f"{FIRST}.lora_C.weight": torch.ones(2)}),
     "flat": lambda t: t.update({A: t[A][0]}),
@@ -550,7 +563,7 @@ def test_unsuitable_adapters_are_refused_with_the_cause(
     tiny: Tiny, tmp_path: Path, damage: str, words: str
 ) -> None:
     model = tiny("llama-wide")
-    tensors = low_rank(model, ("q_proj",))
+    tensors = random_lora_tensors(model, ("q_proj",))
     config: dict[str, Any] = {
         "rank": {"r": 8}, "kind": {"peft_type": "LOHA"}, "key": {"use_qalora": True},
         "pissa": {"init_lora_weights": "pissa_niter_4"}, "dora": {"use_dora": True},
@@ -560,7 +573,7 @@ def test_unsuitable_adapters_are_refused_with_the_cause(
     }.get(damage, {})  # fmt: skip
     if damage in EDITS:
         EDITS[damage](tensors)
-    adapter_path = adapter(tmp_path / "a", tensors, config)
+    adapter_path = write_adapter(tmp_path / "a", tensors, config)
     weights = adapter_path / "adapter_model.safetensors"
     if damage == "prefix":
         save_file(
@@ -592,23 +605,25 @@ def test_adapter_hints_depend_on_the_cause(
     tiny: Tiny, tmp_path: Path, edit: Any, config: dict[str, Any], hint: str
 ) -> None:
     model = tiny("llama-wide")
-    tensors = low_rank(model, ("q_proj",))
+    tensors = random_lora_tensors(model, ("q_proj",))
     edit(tensors)
     settings = {"base_model_name_or_path": "org/base", **config}
     with pytest.raises(InputError) as refused:
-        open_plain_source(model, adapter(tmp_path / "a", tensors, settings))
+        open_plain_source(model, write_adapter(tmp_path / "a", tensors, settings))
     assert hint in refused.value.hint
 
 
 def test_dora_with_a_zero_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    model = as_float32(tiny("llama-wide"), tmp_path / "m")
-    tensors = low_rank(model, ("layers.0.self_attn.q_proj",))
-    kept = stored(model)
+    model = write_float32_copy(tiny("llama-wide"), tmp_path / "m")
+    tensors = random_lora_tensors(model, ("layers.0.self_attn.q_proj",))
+    kept = load_tensors(model)
     kept[f"{FIRST}.weight"][5] = 0
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
     tensors[B][5] = 0
     tensors[LENGTHS] = torch.ones(128)
-    adapter_path = adapter(tmp_path / "a", tensors, {"use_dora": True, "layers_to_transform": [0]})
+    adapter_path = write_adapter(
+        tmp_path / "a", tensors, {"use_dora": True, "layers_to_transform": [0]}
+    )
     with pytest.raises(InputError, match=f"those of output 5 of {FIRST}.weight are all") as refused:
         open_plain_source(model, adapter_path).read(f"{FIRST}.weight")
     assert "use_dora=False" in refused.value.hint
@@ -618,7 +633,7 @@ def test_invalid_adapters_are_refused_before_digesting(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    adapter_path = adapter(tmp_path / "lora", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(tmp_path / "lora", random_lora_tensors(model, ("q_proj",)))
     digested: list[Path] = []
     real = opening.compute_checksums
 
@@ -641,14 +656,14 @@ def test_invalid_adapters_are_refused_before_digesting(
 
 def test_an_adapter_may_cover_some_layers_only(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
-    tensors = low_rank(model, ("layers.1.self_attn.q_proj",))
-    adapter_path = adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
+    tensors = random_lora_tensors(model, ("layers.1.self_attn.q_proj",))
+    adapter_path = write_adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
     assert "1 modules of rank 4" in open_plain_source(model, adapter_path).source_notes["adapter"]
 
 
 def test_merging_into_quantized_codes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-wide")
-    adapter_path = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    adapter_path = write_adapter(tmp_path / "a", random_lora_tensors(model, ("q_proj",)))
     quantize(model, tmp_path / "q", recipe(scheme="int4:g128:sym"))
     with pytest.raises(UsageError, match="nothing is merged into codes"):
         api.export(

@@ -26,7 +26,9 @@ from tests.quantized import decoded, random_tensor, same
 CONFIG = {"model_type": "gpt2"}
 
 
-def stored(scheme: str, shape: tuple[int, int]) -> tuple[Any, dict[str, torch.Tensor], Any]:
+def packed_transposed(
+    scheme: str, shape: tuple[int, int]
+) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """Return a random matrix, what files hold of it, and the weights of its config group."""
     tensor = random_tensor(scheme, shape)
     return tensor, pack_transposed("h.0.attn.c_attn", tensor), transposed_scheme(tensor.scheme)
@@ -44,7 +46,7 @@ def configuration(blocks: Any, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme", ["int4:g16:sym:bf16", "int3:g32:sym:f16", "int8:g64:sym:f32"])
 def test_compressed_tensors_decodes_transposed_storage(scheme: str) -> None:
-    tensor, files, blocks = stored(scheme, (96, 64))
+    tensor, files, blocks = packed_transposed(scheme, (96, 64))
     arguments = QuantizationScheme(targets=["Linear"], weights=weight_arguments(blocks))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     packed = {name.removeprefix("h.0.attn.c_attn."): value for name, value in files.items()}
@@ -53,7 +55,7 @@ def test_compressed_tensors_decodes_transposed_storage(scheme: str) -> None:
 
 
 def test_transposed_storage_round_trips() -> None:
-    tensor, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
+    tensor, files, blocks = packed_transposed("int4:g16:sym:bf16", (96, 64))
     (layout,) = ct.find_layouts(configuration(blocks), tensor_headers(files))
     assert (layout.transposed, layout.shape) == (True, (96, 64))
     assert same(ct.unpack(layout, files), tensor)
@@ -62,7 +64,7 @@ def test_transposed_storage_round_trips() -> None:
 
 
 def test_damaged_scales_of_transposed_storage_are_refused() -> None:
-    _, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
+    _, files, blocks = packed_transposed("int4:g16:sym:bf16", (96, 64))
     files["h.0.attn.c_attn.weight_scale"] = files["h.0.attn.c_attn.weight_scale"][:-1]
     with pytest.raises(InputError, match="weight_scale"):
         ct.find_layouts(configuration(blocks), tensor_headers(files))

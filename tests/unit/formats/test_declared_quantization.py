@@ -28,7 +28,7 @@ Changed = Callable[[dict[str, Any]], object]
 WEIGHTS = "model.safetensors"
 
 
-def copied(source: Path, directory: Path, change: Changed = lambda _: None) -> Path:
+def copy_with_config(source: Path, directory: Path, change: Changed = lambda _: None) -> Path:
     """Copy a model without its manifest and files about its quantization, with a changed configuration."""
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*NAMES))
     config = json.loads((directory / "config.json").read_text())
@@ -37,7 +37,7 @@ def copied(source: Path, directory: Path, change: Changed = lambda _: None) -> P
     return directory
 
 
-def retold(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+def change_tensors(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """Change the tensors of a model of one file."""
     tensors = load_file(model / WEIGHTS)
     change(tensors)
@@ -82,7 +82,9 @@ SCHEMES = {
     ],
 )
 def test_declarations_without_packed_tensors_are_ignored_with_a_note(tiny, tmp_path, key, left):
-    model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({key: left}))
+    model = copy_with_config(
+        tiny("llama"), tmp_path / "m", lambda config: config.update({key: left})
+    )
     inspection = api.inspect(model)
     assert (inspection.format, inspection.bits_per_weight) == (
         "plain",
@@ -94,7 +96,9 @@ def test_declarations_without_packed_tensors_are_ignored_with_a_note(tiny, tmp_p
 
 
 def test_a_null_quantization_config_declares_nothing(tiny, tmp_path):
-    model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({KEY: None}))
+    model = copy_with_config(
+        tiny("llama"), tmp_path / "m", lambda config: config.update({KEY: None})
+    )
     assert api.inspect(model).notes == ()
     assert open_model(model).config == open_model(tiny("llama")).config
 
@@ -104,7 +108,7 @@ def test_leftover_declarations_are_not_written_to_results(tiny, tmp_path, nested
     def change(config: dict[str, Any]) -> None:
         config.update({"vision_config": {KEY: BNB}} if nested else {KEY: BNB})
 
-    model = copied(tiny("llama"), tmp_path / "m", change)
+    model = copy_with_config(tiny("llama"), tmp_path / "m", change)
     key_path = f"vision_config.{KEY}" if nested else KEY
     outcome = quantize(model, tmp_path / "q", recipe(scales="absmax", scheme="int4:g32:sym"))
     assert any(key_path in note and "left over" in note for note in outcome.plan.notes)
@@ -144,7 +148,7 @@ def autoawq(config: dict[str, Any]) -> dict[str, Any]:
 )  # fmt: skip
 def test_side_files_declare_the_quantization(packed, tmp_path, format_key, file, written):
     declared: dict[str, Any] = {}
-    model = copied(
+    model = copy_with_config(
         packed(format_key), tmp_path / "m", lambda config: declared.update(written(config))
     )
     (model / file).write_text(json.dumps(declared))
@@ -168,7 +172,7 @@ def test_side_files_declare_the_quantization(packed, tmp_path, format_key, file,
     ],
 )  # fmt: skip
 def test_other_config_keys_declare_the_quantization(packed, tmp_path, key_path, within):
-    model = copied(packed("compressed-tensors"), tmp_path / "m",
+    model = copy_with_config(packed("compressed-tensors"), tmp_path / "m",
                    lambda config: config.update(within(config.pop(KEY))))  # fmt: skip
     if key_path != "compression_config":  # a tower has to be whole
         config = json.loads((model / "config.json").read_text())
@@ -186,7 +190,7 @@ def test_other_config_keys_declare_the_quantization(packed, tmp_path, key_path, 
 
 
 def test_old_mlx_files_with_one_declaration_are_read(packed, tmp_path):
-    model = copied(packed("mlx"), tmp_path / "m", lambda config: config.pop(KEY))
+    model = copy_with_config(packed("mlx"), tmp_path / "m", lambda config: config.pop(KEY))
     assert api.inspect(model).schemes == api.inspect(packed("mlx")).schemes
     with pytest.raises(InputError, match="already quantized"):
         api.plan(model, recipe())
@@ -196,7 +200,9 @@ def test_old_mlx_files_with_one_declaration_are_read(packed, tmp_path):
 
 def test_contradicting_declarations_are_refused(packed, tmp_path):
     declared: dict[str, Any] = {}
-    model = copied(packed("gptq"), tmp_path / "m", lambda config: declared.update(autogptq(config)))
+    model = copy_with_config(
+        packed("gptq"), tmp_path / "m", lambda config: declared.update(autogptq(config))
+    )
     (model / "quantize_config.json").write_text(json.dumps(declared))
     (model / "quantization_config.json").write_text(json.dumps({**declared, "sym": False}))
     with pytest.raises(InputError, match="declare different quantizations"):
@@ -222,7 +228,7 @@ def test_undeclared_packed_tensors_are_refused_by_name(packed, tmp_path, format_
         config.pop("quantization", None)
         config.pop(KEY) if left is None else config.update({KEY: left})
 
-    model = copied(packed(format_key), tmp_path / "m", change)
+    model = copy_with_config(packed(format_key), tmp_path / "m", change)
     for read in (
         api.inspect,
         lambda path: api.export(path, None, tmp_path / "o", format="plain"),
@@ -258,7 +264,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_export_refuses_missing_extra_or_misshapen_tensors(
     packed, tmp_path, format_key, change, words
 ):
-    model = retold(copied(packed("compressed-tensors"), tmp_path / "m"), change)
+    model = change_tensors(copy_with_config(packed("compressed-tensors"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
         api.export(model, None, tmp_path / "o", format=format_key, allow_inexact=True)
     with pytest.raises(InputError, match=words):
@@ -275,7 +281,7 @@ def test_export_refuses_missing_extra_or_misshapen_tensors(
     ],
 )
 def test_plain_export_refuses_missing_or_misshapen_tensors(tiny, tmp_path, change, words):
-    model = retold(copied(tiny("llama-wide"), tmp_path / "m"), change)
+    model = change_tensors(copy_with_config(tiny("llama-wide"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
         api.export(model, None, tmp_path / "o", format="plain")
     with pytest.raises(InputError, match=words):
@@ -283,7 +289,7 @@ def test_plain_export_refuses_missing_or_misshapen_tensors(tiny, tmp_path, chang
 
 
 def test_export_refuses_a_tied_head_unlike_the_embedding(tiny, tmp_path):
-    model = copied(
+    model = copy_with_config(
         tiny("llama"), tmp_path / "m", lambda config: config.update(tie_word_embeddings=True)
     )
     api.inspect(model)
@@ -294,8 +300,10 @@ def test_export_refuses_a_tied_head_unlike_the_embedding(tiny, tmp_path):
 def test_packed_tensors_of_undeclared_families_are_not_plain(tiny, tmp_path):
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     changes = {"model_type": "unheard", KEY: declared}
-    model = copied(tiny("llama-wide"), tmp_path / "m", lambda config: config.update(changes))
-    retold(model, lambda t: t.update({f"{UP}s": t[UP].to(torch.int32)}))
+    model = copy_with_config(
+        tiny("llama-wide"), tmp_path / "m", lambda config: config.update(changes)
+    )
+    change_tensors(model, lambda t: t.update({f"{UP}s": t[UP].to(torch.int32)}))
     with pytest.raises(InputError, match=r"up_proj.weights: packed \(I32\)"):
         api.export(model, None, tmp_path / "o", format="plain")
 
@@ -303,7 +311,7 @@ def test_packed_tensors_of_undeclared_families_are_not_plain(tiny, tmp_path):
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def unpacked(format_key: str) -> Callable[[dict[str, torch.Tensor]], object]:
+def with_plain_weights(format_key: str) -> Callable[[dict[str, torch.Tensor]], object]:
     """Return what puts 16-bit weights in the place of the packed ones of a module."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -318,7 +326,9 @@ def unpacked(format_key: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 @pytest.mark.parametrize("format_key", ["compressed-tensors", "gptq", "awq", "bnb", "fp8"])
 def test_unpacked_modules_must_be_listed(packed, tmp_path, format_key):
-    model = retold(copied(packed(format_key), tmp_path / "m"), unpacked(format_key))
+    model = change_tensors(
+        copy_with_config(packed(format_key), tmp_path / "m"), with_plain_weights(format_key)
+    )
     for read in (
         api.inspect,
         load,
@@ -341,7 +351,7 @@ def test_unpacked_modules_must_be_listed(packed, tmp_path, format_key):
 
 
 def test_packed_modules_must_not_be_listed(packed, tmp_path):
-    model = copied(
+    model = copy_with_config(
         packed("compressed-tensors"),
         tmp_path / "m",
         lambda config: config[KEY]["ignore"].append(DOWN),
@@ -362,7 +372,7 @@ def test_bits_and_groups_contradicting_the_shapes_are_refused(packed, tmp_path):
         for key in ("quantization", KEY):
             config[key] |= {"bits": 2, "group_size": 64}
 
-    model = copied(packed("mlx"), tmp_path / "m", change)
+    model = copy_with_config(packed("mlx"), tmp_path / "m", change)
     with pytest.raises(InputError, match="shape"):
         api.inspect(model)
 
@@ -377,7 +387,7 @@ def test_zero_biases_of_old_gptq_files_are_dropped(packed, tmp_path, value):
             bias = torch.full((rows,), value, dtype=torch.float16)
             tensors[f"{name.removesuffix('.qweight')}.bias"] = bias
 
-    model = retold(copied(packed("gptq"), tmp_path / "m"), change)
+    model = change_tensors(copy_with_config(packed("gptq"), tmp_path / "m"), change)
     if value:
         with pytest.raises(InputError, match="bias: not a tensor of llama"):
             api.inspect(model)

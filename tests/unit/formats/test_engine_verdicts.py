@@ -18,7 +18,7 @@ from tests.runs import quantize
 NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cpp", "mlx"]
 
 
-def loading(key, *schemes, shape=(128, 256)):
+def verdicts_by_engine(key, *schemes, shape=(128, 256)):
     layers = [(LayerScheme(parse(scheme)), shape) for scheme in schemes]
     return {
         verdict.engine: verdict for verdict in layer_verdicts(load_format(key).INFO.engines, layers)
@@ -54,30 +54,33 @@ def test_every_directory_format_has_a_verdict_of_every_engine():
     ],
 )
 def test_engines_that_load_each_format_and_scheme(key, scheme, engines):
-    verdicts = loading(key, scheme)
+    verdicts = verdicts_by_engine(key, scheme)
     assert [name for name in NAMES if verdicts[name].loads] == engines.split()
     assert all(verdict.reason for verdict in verdicts.values() if not verdict.loads)
 
 
 def test_one_unsupported_layer_is_refused_with_a_reason():
-    verdict = loading("compressed-tensors", "int4:g128:sym", "int3:g128:sym")["vllm"]
+    verdict = verdicts_by_engine("compressed-tensors", "int4:g128:sym", "int3:g128:sym")["vllm"]
     assert not verdict.loads
     assert verdict.reason == "kernels for 4 and 8 bits only, not 3"
 
 
 def test_positive_engine_verdicts_carry_caveats():
-    assert "GPU" in loading("gptq", "int8:g128:sym")["vllm"].reason
-    assert "96x256" in loading("gptq", "int4:g128:sym", shape=(96, 256))["vllm"].reason
-    assert loading("gptq", "int4:g128:sym")["vllm"].reason == ""
-    assert "vllm-bnb-plugin" in loading("bnb", "nf4:g64:sym")["vllm"].reason
+    assert "GPU" in verdicts_by_engine("gptq", "int8:g128:sym")["vllm"].reason
+    assert "96x256" in verdicts_by_engine("gptq", "int4:g128:sym", shape=(96, 256))["vllm"].reason
+    assert verdicts_by_engine("gptq", "int4:g128:sym")["vllm"].reason == ""
+    assert "vllm-bnb-plugin" in verdicts_by_engine("bnb", "nf4:g64:sym")["vllm"].reason
     assert (
-        "dequantize=True" in loading("compressed-tensors", "int4:g128:asym")["transformers"].reason
+        "dequantize=True"
+        in verdicts_by_engine("compressed-tensors", "int4:g128:asym")["transformers"].reason
     )
-    assert "0.18" in loading("compressed-tensors", "int3:g128:sym")["transformers"].reason
+    assert (
+        "0.18" in verdicts_by_engine("compressed-tensors", "int3:g128:sym")["transformers"].reason
+    )
 
 
 def test_plain_files_load_everywhere_but_in_llama_cpp():
-    assert [name for name, verdict in loading("plain").items() if not verdict.loads] == [
+    assert [name for name, verdict in verdicts_by_engine("plain").items() if not verdict.loads] == [
         "llama.cpp"
     ]
 
@@ -119,7 +122,7 @@ def test_engine_verdicts_depend_on_model_facts(key, facts, engine, why):
     assert why in verdict.reason
 
 
-def experts(*schemes):
+def expert_model(*schemes):
     """Layers of a mixture, one for each scheme, as ``engine_verdicts`` takes them."""
     layers = {
         f"mlp.experts.{index}.up_proj": (parse_layer(scheme), (128, 256))
@@ -128,28 +131,33 @@ def experts(*schemes):
     return ModelToLoad(layers, ("mixtral",))
 
 
-def vllm_of(key, model):
+def vllm_verdict(key, model):
     return next(v for v in engine_verdicts(load_format(key).INFO, model) if v.engine == "vllm")
 
 
 def test_vllm_needs_one_scheme_for_all_experts():
-    alike, divided = experts(*["int4:g128:sym"] * 2), experts("int4:g128:sym", "int8:g128:sym")
-    assert vllm_of("compressed-tensors", alike).loads
-    assert "packed alike" in vllm_of("compressed-tensors", divided).reason
+    alike, divided = (
+        expert_model(*["int4:g128:sym"] * 2),
+        expert_model("int4:g128:sym", "int8:g128:sym"),
+    )
+    assert vllm_verdict("compressed-tensors", alike).loads
+    assert "packed alike" in vllm_verdict("compressed-tensors", divided).reason
     other = {"other.experts.0.up_proj": divided.layers["mlp.experts.1.up_proj"]}
-    assert vllm_of("compressed-tensors", replace(alike, layers={**alike.layers, **other})).loads
+    assert vllm_verdict(
+        "compressed-tensors", replace(alike, layers={**alike.layers, **other})
+    ).loads
     for kept, loads in (
         ("mlp.experts.2.up_proj.weight", False),
         ("mlp.experts.0.up_proj.bias", True),
         ("other.experts.0.up_proj.weight", True),
         ("mlp.gate.weight", True),
     ):
-        assert vllm_of("gptq", replace(alike, unquantized=(kept,))).loads is loads
+        assert vllm_verdict("gptq", replace(alike, unquantized=(kept,))).loads is loads
 
 
 def test_the_vllm_bnb_plugin_has_no_8_bit_experts():
-    assert "in 8 bits" in vllm_of("bnb", experts("int8:row:sym")).reason
-    assert vllm_of("bnb", experts("nf4:g64:sym")).loads
+    assert "in 8 bits" in vllm_verdict("bnb", expert_model("int8:row:sym")).reason
+    assert vllm_verdict("bnb", expert_model("nf4:g64:sym")).loads
 
 
 def test_quantize_export_and_verify_agree_on_engines(tiny, tmp_path):

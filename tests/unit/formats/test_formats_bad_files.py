@@ -20,7 +20,7 @@ SCHEMES = [
 SCALES = {"compressed-tensors": "m.weight_scale"}
 
 
-def written(key, scheme, shape=(32, 64)):
+def packed_module(key, scheme, shape=(32, 64)):
     layout_format = load_format(key)
     tensor = random_tensor(scheme, shape, least_zero=layout_format.MIN_ZERO_POINT)
     packed = layout_format.pack("m", tensor)
@@ -41,7 +41,7 @@ def position(key, row, group):
     ("value", [float("nan"), float("inf"), float("-inf")]),
 )
 def test_non_finite_scales_are_refused(key, scheme, value):
-    layout_format, layout, packed, _ = written(key, scheme)
+    layout_format, layout, packed, _ = packed_module(key, scheme)
     name = SCALES.get(key, "m.scales")
     layout_format.unpack(layout, packed)
     packed[name][position(key, 7, 1)] = value
@@ -52,7 +52,7 @@ def test_non_finite_scales_are_refused(key, scheme, value):
 
 @pytest.mark.parametrize(("key", "scheme"), SCHEMES)
 def test_a_zero_scale_is_legal_for_zeros_only(key, scheme):
-    layout_format, layout, packed, tensor = written(key, scheme)
+    layout_format, layout, packed, tensor = packed_module(key, scheme)
     packed[SCALES.get(key, "m.scales")][position(key, 5, 1)] = 0
     with pytest.raises(InputError, match="scale 0 for non-zero codes in row 5, group 1"):
         layout_format.unpack(layout, packed)
@@ -69,7 +69,7 @@ def test_a_zero_scale_is_legal_for_zeros_only(key, scheme):
 
 @pytest.mark.parametrize(("key", "scheme"), SCHEMES)
 def test_a_missing_or_misshapen_tensor_is_refused(key, scheme):
-    layout_format, layout, packed, _ = written(key, scheme)
+    layout_format, layout, packed, _ = packed_module(key, scheme)
     for name in packed:
         rest = {other: value for other, value in packed.items() if other != name}
         with pytest.raises(InputError) as caught:
@@ -84,7 +84,7 @@ def test_a_missing_or_misshapen_tensor_is_refused(key, scheme):
 
 
 def test_gptq_refuses_the_ambiguous_zero_point():
-    layout_format, layout, packed, tensor = written("gptq", "int4:g32:asym")
+    layout_format, layout, packed, tensor = packed_module("gptq", "int4:g32:asym")
     stored = tensor.parameters["zeros"].T.contiguous() - 1
     stored[1, 3] = 15
     packed["m.qzeros"] = pack_rows(stored, 4)
@@ -95,7 +95,7 @@ def test_gptq_refuses_the_ambiguous_zero_point():
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_different_zero_points_in_symmetric_files_are_refused(key):
-    layout_format, layout, packed, _ = written(key, "int4:g32:sym")
+    layout_format, layout, packed, _ = packed_module(key, "int4:g32:sym")
     packed["m.qzeros"][0, 0] ^= 1
     with pytest.raises(InputError, match="zero points differ") as caught:
         layout_format.unpack(layout, packed)
@@ -103,7 +103,7 @@ def test_different_zero_points_in_symmetric_files_are_refused(key):
 
 
 def test_compressed_tensors_refuses_a_contradicting_weight_shape():
-    layout_format, layout, packed, _ = written("compressed-tensors", "int4:row:sym", (32, 60))
+    layout_format, layout, packed, _ = packed_module("compressed-tensors", "int4:row:sym", (32, 60))
     assert layout_format.unpack(layout, packed).shape == (32, 60)
     for shape in ([32, 64 + 8], [31, 60], [32, 0], [32, -60]):
         wrong = packed | {"m.weight_shape": torch.tensor(shape)}
@@ -128,14 +128,14 @@ def gptq_config(**values):
     ],
 )
 def test_gptq_refuses_configurations_contradicting_the_headers(values, message):
-    layout_format, _, packed, _ = written("gptq", "int4:g32:sym")
+    layout_format, _, packed, _ = packed_module("gptq", "int4:g32:sym")
     assert len(layout_format.find_layouts(gptq_config(), tensor_headers(packed))) == 1
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
         layout_format.find_layouts(gptq_config(**values), tensor_headers(packed))
 
 
 def test_gptq_rules_override_a_module():
-    layout_format, _, packed, tensor = written("gptq", "int8:row:sym")
+    layout_format, _, packed, tensor = packed_module("gptq", "int8:row:sym")
     rules = {"-:other": {}, r"+:m$": {"bits": 8, "group_size": -1}}
     (layout,) = layout_format.find_layouts(gptq_config(dynamic=rules), tensor_headers(packed))
     assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
@@ -146,7 +146,7 @@ def test_gptq_rules_override_a_module():
     [{"version": "gemv"}, {"version": "gemm", "bits": 3}, {"version": "GEMM", "group_size": "x"}],
 )
 def test_awq_refuses_other_layouts(values):
-    layout_format, _, packed, _ = written("awq", "int4:g32:asym")
+    layout_format, _, packed, _ = packed_module("awq", "int4:g32:asym")
     base = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     assert layout_format.find_layouts({"quantization_config": base}, tensor_headers(packed))
     with pytest.raises(InputError, match="AWQ with version"):
@@ -172,7 +172,7 @@ def test_awq_refuses_other_layouts(values):
     ],
 )
 def test_compressed_tensors_refuses_other_configurations(group, message):
-    layout_format, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
+    layout_format, _, packed, _ = packed_module("compressed-tensors", "int4:g32:sym")
     declaration = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -183,7 +183,7 @@ def test_compressed_tensors_refuses_other_configurations(group, message):
 
 
 def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
-    layout_format, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
+    layout_format, _, packed, _ = packed_module("compressed-tensors", "int4:g32:sym")
     right = {"num_bits": 4, "group_size": 32, "strategy": "group"}
     wrong = {"num_bits": 8, "group_size": 16, "strategy": "group"}
     for better, worse in (("m", "re:m"), ("re:.*", "Linear"), ("m", "Linear")):
@@ -203,7 +203,7 @@ def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
 
 
 def test_desc_act_groups_are_read_but_not_stored():
-    layout_format, layout, packed, tensor = written("gptq", "int4:g32:asym")
+    layout_format, layout, packed, tensor = packed_module("gptq", "int4:g32:asym")
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     index = torch.empty(64, dtype=torch.int32)
     index[order] = torch.arange(64, dtype=torch.int32) // 32
@@ -221,7 +221,7 @@ def test_desc_act_groups_are_read_but_not_stored():
 
 
 def test_gptq_files_without_g_idx_have_consecutive_groups():
-    layout_format, _, packed, tensor = written("gptq", "int4:g32:sym")
+    layout_format, _, packed, tensor = packed_module("gptq", "int4:g32:sym")
     del packed["m.g_idx"]
     (layout,) = layout_format.find_layouts(gptq_config(), tensor_headers(packed))
     assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
@@ -230,7 +230,7 @@ def test_gptq_files_without_g_idx_have_consecutive_groups():
 @pytest.mark.parametrize("strategy", ["channel", None])
 @pytest.mark.parametrize("size", [None, -1])
 def test_compressed_tensors_spellings_of_one_scale_per_row(strategy, size):
-    layout_format, _, packed, tensor = written("compressed-tensors", "int4:row:sym")
+    layout_format, _, packed, tensor = packed_module("compressed-tensors", "int4:row:sym")
     weights = {"num_bits": 4, "strategy": strategy, "group_size": size}
     declaration = {
         "quant_method": "compressed-tensors",
@@ -245,7 +245,7 @@ def test_compressed_tensors_spellings_of_one_scale_per_row(strategy, size):
 
 
 def test_compressed_tensors_refuses_transform_config():
-    layout_format, _, packed, _ = written("compressed-tensors", "int4:row:sym")
+    layout_format, _, packed, _ = packed_module("compressed-tensors", "int4:row:sym")
     declaration = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

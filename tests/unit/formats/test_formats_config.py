@@ -22,7 +22,7 @@ ATTENTION = "model.layers.{}.self_attn.o_proj.weight"
 MLP = "model.layers.{}.mlp.down_proj.weight"
 
 
-def model(format_key, schemes, head="lm_head.weight"):
+def planned_tensors(format_key, schemes, head="lm_head.weight"):
     """Two blocks of two linears each; a scheme of None keeps the linear."""
     names = [(name.format(block), block) for block in (0, 1) for name in (ATTENTION, MLP)]
     tensors = [kept_plan("model.embed_tokens.weight", (64, 128))]
@@ -36,27 +36,27 @@ def model(format_key, schemes, head="lm_head.weight"):
     return tensors + ([kept_plan(head, (64, 128))] if head else [])
 
 
-def written(key, schemes, source=SOURCE, head="lm_head.weight"):
+def written_files(key, schemes, source=SOURCE, head="lm_head.weight"):
     layout_format = load_format(key)
     files = layout_format.side_files(
-        plan_of(layout_format, model(layout_format, schemes, head)), source
+        plan_of(layout_format, planned_tensors(layout_format, schemes, head)), source
     )
     return {name: json.loads(data) for name, data in files.items()}
 
 
-def quantization(key, schemes, **options):
-    return written(key, schemes, **options)["config.json"]["quantization_config"]
+def written_declaration(key, schemes, **options):
+    return written_files(key, schemes, **options)["config.json"]["quantization_config"]
 
 
 def test_plain_config_states_dtype_and_no_quantization():
     source = SOURCE | {"quantization_config": {"quant_method": "gptq"}}
-    files = written("plain", [None] * 4, source)
+    files = written_files("plain", [None] * 4, source)
     assert files == {"config.json": {**SOURCE, "torch_dtype": "bfloat16", "dtype": "bfloat16"}}
     assert list(files["config.json"])[: len(SOURCE)] == list(SOURCE)
 
 
 def test_a_single_scheme_targets_linear():
-    config = written("compressed-tensors", ["int4:g32:sym"] * 4)["config.json"]
+    config = written_files("compressed-tensors", ["int4:g32:sym"] * 4)["config.json"]
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
     assert config["quantization_config"] == {
         "quant_method": "compressed-tensors",
@@ -79,7 +79,7 @@ def test_a_single_scheme_targets_linear():
 
 
 def test_several_schemes_target_names_and_ignore_kept_layers():
-    declaration = quantization(
+    declaration = written_declaration(
         "compressed-tensors", ["int4:g32:sym", "int8:row:asym", None, "int8:row:asym"]
     )
     groups = declaration["config_groups"]
@@ -95,7 +95,7 @@ def test_several_schemes_target_names_and_ignore_kept_layers():
 
 @pytest.mark.parametrize("key", ["compressed-tensors", "awq"])
 def test_a_tied_head_is_listed_as_unquantized(key):
-    declaration = quantization(key, ["int4:g32:sym", None] * 2, head=None)
+    declaration = written_declaration(key, ["int4:g32:sym", None] * 2, head=None)
     listed = declaration["ignore" if key == "compressed-tensors" else "modules_to_not_convert"]
     assert listed == ["lm_head", *(f"model.layers.{block}.mlp.down_proj" for block in (0, 1))]
 
@@ -103,11 +103,11 @@ def test_a_tied_head_is_listed_as_unquantized(key):
 def test_a_quantized_head_unties_the_model():
     source = SOURCE | {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}}
     schemes = ["int4:g32:sym"] * 4
-    config = written("compressed-tensors", schemes, source)["config.json"]
+    config = written_files("compressed-tensors", schemes, source)["config.json"]
     assert config["tie_word_embeddings"] is True
     layout_format = load_format("compressed-tensors")
     head = quantized_plan(layout_format, "lm_head.weight", "int8:g32:sym", (64, 128), -1)
-    plan = plan_of(layout_format, [*model(layout_format, schemes, None), head])
+    plan = plan_of(layout_format, [*planned_tensors(layout_format, schemes, None), head])
     config = json.loads(layout_format.side_files(plan, source)["config.json"])
     assert config["tie_word_embeddings"] is False
     assert config["text_config"]["tie_word_embeddings"] is False
@@ -118,7 +118,9 @@ def test_a_quantized_head_is_targeted_by_name():
     """SGLang reads a head that only the class targets as unquantized."""
     layout_format = load_format("compressed-tensors")
     head = quantized_plan(layout_format, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
-    plan = plan_of(layout_format, [*model(layout_format, ["int4:g32:sym"] * 4, None), head])
+    plan = plan_of(
+        layout_format, [*planned_tensors(layout_format, ["int4:g32:sym"] * 4, None), head]
+    )
     config = json.loads(layout_format.side_files(plan, SOURCE)["config.json"])
     groups = config["quantization_config"]["config_groups"]
     assert [group["targets"] for group in groups.values()] == [["Linear", "lm_head"]]
@@ -140,7 +142,7 @@ def gptq(checkpoint_format="gptq", **more):
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2"])
 def test_gptq_writes_its_config_to_both_files(key):
-    files = written(key, ["int4:g32:sym"] * 4)
+    files = written_files(key, ["int4:g32:sym"] * 4)
     assert files["quantize_config.json"] == gptq(key)
     config = files["config.json"]
     assert config["quantization_config"] == gptq(key)
@@ -148,13 +150,13 @@ def test_gptq_writes_its_config_to_both_files(key):
 
 
 def test_gptq_states_rows_and_zero_points():
-    assert quantization("gptq", ["int8:row:asym", "int8:tensor:sym"] * 2) == gptq(
+    assert written_declaration("gptq", ["int8:row:asym", "int8:tensor:sym"] * 2) == gptq(
         bits=8, group_size=-1, sym=False
     )
 
 
 def test_gptq_lists_skipped_layers_in_both_keys():
-    declaration = quantization("gptq", ["int4:g32:sym", None] * 2)
+    declaration = written_declaration("gptq", ["int4:g32:sym", None] * 2)
     assert declaration["modules_in_block_to_quantize"] == [["self_attn.o_proj"]]
     for block in (0, 1):
         name = f"model.layers.{block}.mlp.down_proj"
@@ -167,7 +169,9 @@ def test_gptq_lists_skipped_layers_in_both_keys():
 
 
 def test_gptq_uses_full_names_when_blocks_differ():
-    declaration = quantization("gptq", ["int4:g32:sym", "int4:g32:sym", None, "int4:g32:sym"])
+    declaration = written_declaration(
+        "gptq", ["int4:g32:sym", "int4:g32:sym", None, "int4:g32:sym"]
+    )
     assert declaration["modules_in_block_to_quantize"] == [
         [
             "model.layers.0.self_attn.o_proj",
@@ -183,10 +187,10 @@ def test_awq_lists_kept_modules_besides_the_head():
         "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
     }  # fmt: skip
-    assert quantization("awq", ["int4:g32:asym"] * 4) == plain
-    assert quantization("awq", ["int4:g32:sym"] * 4) == plain | {"zero_point": False}
+    assert written_declaration("awq", ["int4:g32:asym"] * 4) == plain
+    assert written_declaration("awq", ["int4:g32:sym"] * 4) == plain | {"zero_point": False}
     kept = ["lm_head", "model.layers.0.self_attn.o_proj"]
-    assert quantization("awq", [None, *["int4:g32:asym"] * 3]) == plain | {
+    assert written_declaration("awq", [None, *["int4:g32:asym"] * 3]) == plain | {
         "modules_to_not_convert": kept
     }
 
@@ -261,14 +265,14 @@ def test_unquantized_expert_stacks_are_listed_for_engines(key, list_key, stacks,
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_gemma2_keeps_bfloat16_in_half_precision_formats(key):
     source = SOURCE | {"model_type": "gemma2"}
-    config = written(key, ["int4:g32:sym"] * 4, source)["config.json"]
+    config = written_files(key, ["int4:g32:sym"] * 4, source)["config.json"]
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
 def test_config_dtype_defaults_to_the_tensor_dtype():
     source = {key: value for key, value in SOURCE.items() if key != "torch_dtype"}
     for declared in ({}, {"dtype": "auto"}, {"dtype": "torch.bfloat16"}):
-        config = written("compressed-tensors", ["int4:g32:sym"] * 4, source | declared)[
+        config = written_files("compressed-tensors", ["int4:g32:sym"] * 4, source | declared)[
             "config.json"
         ]
         assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
@@ -280,19 +284,19 @@ def test_text_config_states_the_same_dtype():
         "text_config": {"dtype": "bfloat16", "vocab_size": 3},
         "dtype": "bfloat16",
     }
-    config = written("awq", ["int4:g32:asym"] * 4, source)["config.json"]
+    config = written_files("awq", ["int4:g32:asym"] * 4, source)["config.json"]
     assert config["text_config"] == {"dtype": "float16", "vocab_size": 3}
 
 
 @pytest.mark.parametrize("key", ["gptq", "awq"])
 def test_formats_refuse_plans_without_quantized_layers(key):
     with pytest.raises(RefusedError, match="nothing is quantized"):
-        written(key, [None] * 4)
+        written_files(key, [None] * 4)
 
 
 def test_config_bytes_are_stable_utf8():
     layout_format = load_format("awq")
-    plan = plan_of(layout_format, model(layout_format, ["int4:g32:asym"] * 4))
+    plan = plan_of(layout_format, planned_tensors(layout_format, ["int4:g32:asym"] * 4))
     files = [layout_format.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]
     assert files[0] == files[1]
     assert files[0].startswith('{\n  "name": "höhe",\n'.encode())

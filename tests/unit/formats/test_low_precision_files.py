@@ -41,7 +41,7 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-def quantized(
+def quantized_tensor(
     layer: LayerScheme, scale: ScaleType, shape: tuple[int, int] = SHAPE
 ) -> QuantizedTensor:
     """A rounded random matrix, with a range of its input where that is static."""
@@ -58,10 +58,10 @@ def quantized(
     return QuantizedTensor(codes, parameters, scheme, layer.input)
 
 
-def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
+def packed_module(key: str, text: str, shape: tuple[int, int] = SHAPE):
     """A module of a format: the format, its configuration, its tensors, and what they were made of."""
     layout_format, layer = load_format(key), parse_layer(text)
-    tensor = quantized(layer, layout_format.default_scale_type("BF16"), shape)
+    tensor = quantized_tensor(layer, layout_format.default_scale_type("BF16"), shape)
     layer = LayerScheme(tensor.scheme, layer.input)
     stored = layout_format.packed_tensors(MODULE, layer, shape)
     plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
@@ -73,7 +73,7 @@ def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
     return layout_format, json.loads(files["config.json"]), packed, tensor
 
 
-def read(format_key, config, packed):
+def unpack_all(format_key, config, packed):
     """Read every module of a file; that none is found counts as an error."""
     layouts = format_key.find_layouts(config, tensor_headers(packed))
     if not layouts:
@@ -83,7 +83,7 @@ def read(format_key, config, packed):
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_packed_low_precision_modules_round_trip(key, text):
-    layout_format, config, packed, tensor = written(key, text)
+    layout_format, config, packed, tensor = packed_module(key, text)
     assert layout_format.is_declared(config)
     (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     assert set(layout.tensor_names) == packed.keys()
@@ -123,7 +123,7 @@ def test_odd_shapes_round_trip_or_are_refused(kinds, data, tmp_path_factory):
     )
     if layout_format.check_layer(layer, shape).verdict is Verdict.IMPOSSIBLE:
         return
-    layout_format, config, packed, tensor = written(key, text, shape)
+    layout_format, config, packed, tensor = packed_module(key, text, shape)
     config |= {"model_type": "of no known family"}
     file = tmp_path_factory.mktemp("odd") / "model.safetensors"
     save_file({name: value.contiguous() for name, value in packed.items()}, file)
@@ -134,7 +134,7 @@ def test_odd_shapes_round_trip_or_are_refused(kinds, data, tmp_path_factory):
 
 
 def test_a_recorded_shape_contradicting_tensors_is_refused(tmp_path):
-    layout_format, config, packed, _ = written("compressed-tensors", "int4:row", (6, 30))
+    layout_format, config, packed, _ = packed_module("compressed-tensors", "int4:row", (6, 30))
     file = tmp_path / "model.safetensors"
     for wrong in ([6, 33], [6, 24], [7, 30], [6, -1], [6, 2**62]):
         save_file(packed | {f"{MODULE}.weight_shape": torch.tensor(wrong)}, file)
@@ -145,12 +145,12 @@ def test_a_recorded_shape_contradicting_tensors_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_a_missing_tensor_is_named(key, text):
-    layout_format, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = packed_module(key, text)
     (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     for name in packed:
         rest = {other: value for other, value in packed.items() if other != name}
         with pytest.raises(InputError) as caught:
-            read(layout_format, config, rest)
+            unpack_all(layout_format, config, rest)
         assert MODULE in caught.value.message
     assert layout.shape == SHAPE
 
@@ -166,7 +166,7 @@ def test_a_missing_tensor_is_named(key, text):
     ],
 )
 def test_codes_without_scales_are_refused(key, text, name, message):
-    layout_format, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = packed_module(key, text)
     del packed[f"{MODULE}.{name}"]
     with pytest.raises(InputError, match=message):
         layout_format.find_layouts(config, tensor_headers(packed))
@@ -176,7 +176,7 @@ def test_codes_without_scales_are_refused(key, text, name, message):
     ("key", "text"), [("compressed-tensors", "fp8:128x128"), ("fp8", "FP8_BLOCK")]
 )
 def test_scales_of_unexpected_shape_are_refused(key, text):
-    layout_format, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = packed_module(key, text)
     name = next(name for name in packed if "scale" in name)
     packed[name] = packed[name][:1]
     with pytest.raises(InputError, match=name):
@@ -187,7 +187,7 @@ def test_scales_of_unexpected_shape_are_refused(key, text):
     ("key", "text"), [*WRITTEN[:3], ("fp8", "FP8_BLOCK"), ("compressed-tensors", "fp8:row")]
 )
 def test_infinite_scales_are_refused(key, text):
-    layout_format, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = packed_module(key, text)
     (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     name = next((name for name in packed if "nested_absmax" in name), None)
     name = name or next(name for name in packed if "absmax" in name or "scale" in name)
@@ -208,17 +208,17 @@ def test_infinite_scales_are_refused(key, text):
     ],
 )
 def test_biases_and_global_scales_are_checked(key, text, name, value, message):
-    layout_format, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = packed_module(key, text)
     name = f"{MODULE}.{name}"
     packed[name] = packed[name].clone()
     packed[name].view(-1)[0] = value
     with pytest.raises(InputError, match=message) as caught:
-        read(layout_format, config, packed)
+        unpack_all(layout_format, config, packed)
     assert caught.value.tensor == name
 
 
 def test_a_config_group_contradicting_tensors_is_refused():
-    layout_format, config, packed, _ = written("compressed-tensors", "fp8:row")
+    layout_format, config, packed, _ = packed_module("compressed-tensors", "fp8:row")
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
     with pytest.raises(InputError, match="weight_scale"):
@@ -237,7 +237,7 @@ def test_a_config_group_contradicting_tensors_is_refused():
     ],
 )
 def test_a_skip_list_without_the_head_is_refused(key, text, skip):
-    layout_format, config, packed, _ = written(key, text)
+    layout_format, config, packed, _ = packed_module(key, text)
     assert config["quantization_config"][skip] == ["lm_head"]
     head = tensor_headers({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
     assert layout_format.find_layouts(config, tensor_headers(packed) | head)
@@ -285,7 +285,7 @@ def test_vanishing_scales_are_clamped_with_an_event(text):
 
 
 def test_bitsandbytes_quant_state_is_checked():
-    layout_format, config, packed, _ = written("bnb", "nf4:g64:sym:double")
+    layout_format, config, packed, _ = packed_module("bnb", "nf4:g64:sym:double")
     (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     name = next(name for name in packed if "quant_state" in name)
     state = json.loads(bytes(packed[name].tolist()))
@@ -300,7 +300,7 @@ def test_bitsandbytes_quant_state_is_checked():
 
 @pytest.mark.parametrize("columns", [[4, 256, -1], [9, 4, -1], [4, -1, 9], [4, 4, -1]])
 def test_outlier_columns_must_be_ascending(columns):
-    layout_format, config, packed, _ = written("bnb", "LLM_INT8")
+    layout_format, config, packed, _ = packed_module("bnb", "LLM_INT8")
     (layout,) = layout_format.find_layouts(config, tensor_headers(packed))
     packed[f"{MODULE}.outlier_columns"][:3] = torch.tensor(columns)
     with pytest.raises(InputError, match="outlier_columns"):
@@ -315,7 +315,7 @@ def test_outlier_columns_must_be_ascending(columns):
     ],
 )  # fmt: skip
 def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
-    layout_format, config, packed, _ = written("bnb", "nf4")
+    layout_format, config, packed, _ = packed_module("bnb", "nf4")
     (state,) = [name for name in packed if "quant_state" in name]
     text = bytes(packed[state].tolist()).replace(b"[256, 256]", recorded.encode())
     packed[state] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -397,7 +397,7 @@ def test_configurations_validate_with_compressed_tensors():
     quantization = pytest.importorskip("compressed_tensors.quantization")
     for key, text in WRITTEN:
         if key == "compressed-tensors":
-            _, config, _, _ = written(key, text)
+            _, config, _, _ = packed_module(key, text)
             quantization.QuantizationConfig.model_validate(config["quantization_config"])
 
 
@@ -407,7 +407,7 @@ def test_configurations_validate_with_compressed_tensors():
 def test_compressed_tensors_decodes_the_same_weights(text):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    layout_format, config, packed, tensor = written("compressed-tensors", text)
+    layout_format, config, packed, tensor = packed_module("compressed-tensors", text)
     group = config["quantization_config"]["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme.model_validate(group)
     state = {name.removeprefix(f"{MODULE}."): value for name, value in packed.items()}

@@ -29,7 +29,7 @@ from tests.runs import quantize, recipe
 E4M3 = torch.float8_e4m3fn
 
 
-def in_tiles(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
+def round_to_fp8_tiles(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
     """Round to e4m3 in tiles, of which the last may be smaller: codes and multipliers."""
     rows, columns = weight.shape
     padded = torch.zeros(-(-rows // side) * side, -(-columns // side) * side)
@@ -40,7 +40,7 @@ def in_tiles(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
     return codes.to(E4M3).contiguous(), scales
 
 
-def published(
+def write_model(
     model: Path, directory: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, object]
 ) -> Path:
     """Write a model with other tensors and a ``quantization_config``."""
@@ -52,26 +52,26 @@ def published(
     return directory
 
 
-def stored(model: Path) -> dict[str, Tensor]:
+def load_tensors(model: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
 
 
-def in_fp8(model: Path, directory: Path, side: int = 128) -> Path:
+def write_fp8_model(model: Path, directory: Path, side: int = 128) -> Path:
     """Publish a model as DeepSeek does."""
     tensors = {}
-    for name, value in stored(model).items():
+    for name, value in load_tensors(model).items():
         if name.endswith("proj.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = in_tiles(value, side)
+            tensors[name], tensors[f"{name}_scale_inv"] = round_to_fp8_tiles(value, side)
         else:
             tensors[name] = value
     words = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [side] * 2}
-    return published(model, directory, tensors, words)
+    return write_model(model, directory, tensors, words)
 
 
-def strips_agree(source: Checkpoint, name: str) -> None:
+def check_row_slices(source: Checkpoint, name: str) -> None:
     """Any run of rows is the same part of the whole."""
     whole = source.read(name)
     rows = len(whole)
@@ -83,7 +83,7 @@ def strips_agree(source: Checkpoint, name: str) -> None:
 def test_fp8_tiles_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    model = in_fp8(tiny(family), tmp_path / "m")
+    model = write_fp8_model(tiny(family), tmp_path / "m")
     source = open_plain_source(model)
     config = FineGrainedFP8Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -94,13 +94,13 @@ def test_fp8_tiles_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path, fam
     for name in names:
         assert source.entries[name].dtype == "BF16"
         assert torch.equal(source.read(name).bfloat16(), theirs[name]), name
-        strips_agree(source, name)
+        check_row_slices(source, name)
     assert source.source_notes == {"precision": "fp8 (128x128 tiles)"}
     assert "quantization_config" not in source.config
 
 
 def test_an_fp8_source_is_quantized_verified_and_evaluated(tiny: Tiny, tmp_path: Path) -> None:
-    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
+    model = write_fp8_model(tiny("llama-wide"), tmp_path / "m")
     requested_recipe = recipe("gptq", scheme="int4:g32:sym")
     plan = api.plan(model, requested_recipe)
     assert "source precision: fp8 (128x128 tiles)" in plan.notes
@@ -123,7 +123,7 @@ def test_an_fp8_source_is_quantized_verified_and_evaluated(tiny: Tiny, tmp_path:
 
 def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: Path) -> None:
     """The same bytes come out as from a copy of the decoded weights in float32."""
-    model = in_fp8(tiny("llama"), tmp_path / "m")
+    model = write_fp8_model(tiny("llama"), tmp_path / "m")
     source = open_plain_source(model)
     plain = shutil.copytree(
         tiny("llama"), tmp_path / "p", ignore=shutil.ignore_patterns("*.safetensors*")
@@ -134,7 +134,7 @@ def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: P
         results = [tmp_path / f"{method}-{source_path.name}" for source_path in (model, plain)]
         for source_path, out in zip((model, plain), results, strict=True):
             quantize(source_path, out, requested_recipe)
-        first, second = map(stored, results)
+        first, second = map(load_tensors, results)
         packed = [name for name in first if name.endswith(("weight_packed", "weight_scale"))]
         assert len(packed) == 2 * 21
         assert all(torch.equal(first[name], second[name]) for name in packed)
@@ -144,14 +144,14 @@ def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: P
 
 
 def test_unconverted_modules_of_fp8_sources_are_read_unchanged(tiny: Tiny, tmp_path: Path) -> None:
-    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
-    tensors, kept = stored(model), "model.layers.1.mlp.down_proj.weight"
-    source = stored(tiny("llama-wide"))[kept]
+    model = write_fp8_model(tiny("llama-wide"), tmp_path / "m")
+    tensors, kept = load_tensors(model), "model.layers.1.mlp.down_proj.weight"
+    source = load_tensors(tiny("llama-wide"))[kept]
     tensors[kept] = source
     del tensors[f"{kept}_scale_inv"]
     config = json.loads((model / "config.json").read_text())["quantization_config"]
     config["modules_to_not_convert"] = [kept.removesuffix(".weight"), "lm_head"]
-    mixed = published(model, tmp_path / "mixed", tensors, config)
+    mixed = write_model(model, tmp_path / "mixed", tensors, config)
     assert torch.equal(open_plain_source(mixed).read(kept), source)
     assert api.plan(mixed, recipe(scheme="int4:g32:sym")).quantized()
 
@@ -169,8 +169,8 @@ def test_unconverted_modules_of_fp8_sources_are_read_unchanged(tiny: Tiny, tmp_p
 def test_undecodable_fp8_sources_are_refused_by_name(
     tiny: Tiny, tmp_path: Path, damage: str, words: str
 ) -> None:
-    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
-    tensors, name = stored(model), "model.layers.0.mlp.up_proj.weight_scale_inv"
+    model = write_fp8_model(tiny("llama-wide"), tmp_path / "m")
+    tensors, name = load_tensors(model), "model.layers.0.mlp.up_proj.weight_scale_inv"
     config = json.loads((model / "config.json").read_text())["quantization_config"]
     if damage == "missing":
         del tensors[name]
@@ -182,7 +182,7 @@ def test_undecodable_fp8_sources_are_refused_by_name(
         config["quant_method"] = "fp9"
     else:
         config["weight_block_size"] = "all"
-    bad = published(model, tmp_path / "bad", tensors, config)
+    bad = write_model(model, tmp_path / "bad", tensors, config)
     with pytest.raises(InputError, match=words):
         quantize(bad, tmp_path / "q", recipe(scheme="int4:g32:sym"))
     assert not (tmp_path / "q").exists()
@@ -199,11 +199,11 @@ LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LUT = torch.cat((LUT, -LUT))
 
 
-def in_mxfp4(model: Path, directory: Path) -> Path:
+def write_mxfp4_model(model: Path, directory: Path) -> Path:
     """Publish a model as gpt-oss is: experts in blocks, everything else in bfloat16."""
     tensors = {}
     generator = torch.Generator().manual_seed(0)
-    for name, value in stored(model).items():
+    for name, value in load_tensors(model).items():
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, columns, rows = value.shape
             shape = (experts, rows, columns // 32)
@@ -219,13 +219,13 @@ def in_mxfp4(model: Path, directory: Path) -> Path:
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
     }
-    return published(model, directory, tensors, words)
+    return write_model(model, directory, tensors, words)
 
 
 def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    model = in_mxfp4(tiny("gpt-oss"), tmp_path / "m")
+    model = write_mxfp4_model(tiny("gpt-oss"), tmp_path / "m")
     source = open_plain_source(model)
     theirs = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
@@ -251,7 +251,7 @@ def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path)
     assert verify(out, model).findings == []
     kept = recipe("rtn", scheme="int8:g32:sym", ignore=("*experts*",))
     quantize(model, tmp_path / "kept", kept)
-    assert torch.equal(stored(tmp_path / "kept")[names[0]], state_dict[names[0]])
+    assert torch.equal(load_tensors(tmp_path / "kept")[names[0]], state_dict[names[0]])
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,8 @@ def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path)
 def test_undecodable_mxfp4_blocks_are_refused_by_name(
     tiny: Tiny, tmp_path: Path, damage: str, words: str
 ) -> None:
-    model = in_mxfp4(tiny("gpt-oss"), tmp_path / "m")
-    tensors, name = stored(model), "model.layers.1.mlp.experts.gate_up_proj"
+    model = write_mxfp4_model(tiny("gpt-oss"), tmp_path / "m")
+    tensors, name = load_tensors(model), "model.layers.1.mlp.experts.gate_up_proj"
     if damage == "exponent":
         tensors[f"{name}_scales"][2, 3, 0] = 255
     elif damage == "shape":
@@ -280,7 +280,7 @@ def test_undecodable_mxfp4_blocks_are_refused_by_name(
         tensors |= {key: tensors[key][:3] for key in (f"{name}_blocks", f"{name}_scales")}
     else:
         del tensors[f"{name}_{damage}"]
-    bad = published(model, tmp_path / "bad", tensors, {"quant_method": "mxfp4"})
+    bad = write_model(model, tmp_path / "bad", tensors, {"quant_method": "mxfp4"})
     with pytest.raises(InputError, match=words):
         quantize(bad, tmp_path / "q", recipe(scheme="int8:g32:sym"))
     assert not (tmp_path / "q").exists()
@@ -288,15 +288,15 @@ def test_undecodable_mxfp4_blocks_are_refused_by_name(
 
 def test_declarations_are_derived_from_decoded_sources(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
-    derived = api.derive_declarations(in_mxfp4(model, tmp_path / "m"))
+    derived = api.derive_declarations(write_mxfp4_model(model, tmp_path / "m"))
     assert derived.document() == api.derive_declarations(model).document()
 
 
-def in_modelopt(model: Path, directory: Path) -> tuple[Path, dict[str, Tensor]]:
+def write_modelopt_model(model: Path, directory: Path) -> tuple[Path, dict[str, Tensor]]:
     """Publish a model as Model Optimizer does, in several layouts; and the weights that its formula gives."""
     tensors, expected = {}, {}
     generator = torch.Generator().manual_seed(0)
-    for name, value in stored(model).items():
+    for name, value in load_tensors(model).items():
         kind = name.split(".")[-2]
         rows, columns = value.shape if value.dim() == 2 else (0, 0)
         scales = name.replace(".weight", ".weight_scale")
@@ -329,24 +329,24 @@ def in_modelopt(model: Path, directory: Path) -> tuple[Path, dict[str, Tensor]]:
                 tensors[scales].float() - 127
             ).repeat_interleave(32, 1)
         elif kind in {"gate_proj", "down_proj"}:
-            tensors[name], grid = in_tiles(value)
+            tensors[name], grid = round_to_fp8_tiles(value)
             tensors[scales] = grid[:, None, :, None].contiguous()
             steps = grid.repeat_interleave(128, 0).repeat_interleave(128, 1)
             expected[name] = tensors[name].float() * steps[:rows, :columns]
         else:
             tensors[name] = value
-    return published(
+    return write_model(
         model, directory, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     ), expected
 
 
 def test_modelopt_layouts_are_decoded(tiny: Tiny, tmp_path: Path) -> None:
-    model, expected = in_modelopt(tiny("llama-wide"), tmp_path / "m")
+    model, expected = write_modelopt_model(tiny("llama-wide"), tmp_path / "m")
     source = open_plain_source(model)
     assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
     for name, value in expected.items():
         assert torch.equal(source.read(name), value), name
-        strips_agree(source, name)
+        check_row_slices(source, name)
     assert source.source_notes["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym"))
     assert verify(tmp_path / "q", model).findings == []
@@ -377,12 +377,12 @@ def test_modelopt_layouts_are_decoded(tiny: Tiny, tmp_path: Path) -> None:
 def test_damaged_modelopt_files_are_refused(
     tiny: Tiny, tmp_path: Path, name: str, value: Tensor | None, words: str
 ) -> None:
-    model, _ = in_modelopt(tiny("llama-wide"), tmp_path / "m")
-    tensors = stored(model)
+    model, _ = write_modelopt_model(tiny("llama-wide"), tmp_path / "m")
+    tensors = load_tensors(model)
     tensors.pop(f"model.layers.1.{name}", None)
     if value is not None:
         tensors[f"model.layers.1.{name}"] = value
-    bad = published(model, tmp_path / "bad", tensors, {"quant_method": "modelopt"})
+    bad = write_model(model, tmp_path / "bad", tensors, {"quant_method": "modelopt"})
     with pytest.raises(InputError, match=words):
         quantize(bad, tmp_path / "q", recipe(scheme="int4:g32:sym"))
 
@@ -415,7 +415,7 @@ def test_compressed_tensors_models_are_valid_sources(
     for name in source.entries:
         assert source.entries[name].dtype == "BF16"
         assert torch.equal(source.read(name).float(), expected.read(name).float())
-        strips_agree(source, name)
+        check_row_slices(source, name)
     for name, (rows, _) in quantized_weight_readers(open_model(model)).items():
         whole = {part: open_model(model).read(part) for part in rows.layout.tensor_names}
         assert torch.equal(source.read(name), format_key.unpack(rows.layout, whole).decode()), name
@@ -427,7 +427,7 @@ def test_compressed_tensors_models_are_valid_sources(
 def test_only_requested_rows_of_fp8_sources_are_read(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
+    model = write_fp8_model(tiny("llama-wide"), tmp_path / "m")
     source = open_plain_source(model)
     read = []
     rows_of = Checkpoint.read_rows

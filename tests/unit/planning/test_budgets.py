@@ -29,7 +29,7 @@ def groups_of(sizes):
     )
 
 
-def nbytes(point):
+def mixture_bytes(point):
     return sum(option.nbytes for option in point.chosen)
 
 
@@ -40,21 +40,21 @@ def test_knapsack_is_optimal_among_hull_options(groups, share):
     most = sum(max(item.nbytes for item in options) for options in groups)
     room = least + int(share * (most - least))
     mixture = solve_knapsack(groups, room)
-    assert nbytes(mixture) <= room
+    assert mixture_bytes(mixture) <= room
     assert all(item in options for item, options in zip(mixture.chosen, groups, strict=True))
     choices = [make_mixture(chosen) for chosen in itertools.product(*groups)]
     # Options that a mixture of two others beats are no candidates: only within the hull is it the best.
-    hull = [item for item in choices if _on_hulls(item, groups) and nbytes(item) <= room]
+    hull = [item for item in choices if _all_on_hulls(item, groups) and mixture_bytes(item) <= room]
     assert mixture.nats == pytest.approx(min(item.nats for item in hull))
 
 
-def _on_hulls(point, groups):
+def _all_on_hulls(point, groups):
     return all(
-        _extreme(option, options) for option, options in zip(point.chosen, groups, strict=True)
+        _is_on_hull(option, options) for option, options in zip(point.chosen, groups, strict=True)
     )
 
 
-def _extreme(option, options):
+def _is_on_hull(option, options):
     """Whether some price of a byte makes an option the best of its group."""
     others = [other for other in options if other is not option]
     prices = [0.0, 1e9] + [
@@ -81,12 +81,12 @@ def test_knapsack_fills_the_budget_with_large_sizes():
     ]
     room = 64 * 400_000_000
     mixture = solve_knapsack(groups, room)
-    assert 0.995 * room <= nbytes(mixture) <= room
+    assert 0.995 * room <= mixture_bytes(mixture) <= room
 
 
 def test_equal_losses_prefer_fewer_bytes():
     groups = [[Option("a", 10, 1.0), Option("b", 20, 1.0)], [Option("c", 10, 0.5)]]
-    assert nbytes(solve_knapsack(groups, 100)) == 20
+    assert mixture_bytes(solve_knapsack(groups, 100)) == 20
 
 
 def test_a_budget_below_the_smallest_mixture_is_refused():
@@ -100,9 +100,12 @@ def test_the_pareto_curve_is_monotonic():
         for n in (1, 2, 3)
     ]
     points = pareto_mixtures(groups)
-    assert nbytes(points[0]) == 30
-    assert nbytes(points[-1]) == 120
-    assert all(a.nats > b.nats and nbytes(a) < nbytes(b) for a, b in itertools.pairwise(points))
+    assert mixture_bytes(points[0]) == 30
+    assert mixture_bytes(points[-1]) == 120
+    assert all(
+        a.nats > b.nats and mixture_bytes(a) < mixture_bytes(b)
+        for a, b in itertools.pairwise(points)
+    )
 
 
 def test_rule_patterns_match_exactly_their_linears():

@@ -31,7 +31,7 @@ from quantforge_kernels.kv import PAGE_SIZE
 from tests import headers
 from tests.conftest import FAMILIES, MIXTURES
 
-GB, SEEN = 1e9, 24
+GB, CACHED_TOKENS = 1e9, 24
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_key_value_heads": 32}
 LLAMA_2_13B = {
     "num_hidden_layers": 40, "num_key_value_heads": 40, "num_attention_heads": 40, "hidden_size": 5120,
@@ -189,14 +189,14 @@ def test_cache_size_equals_the_cache_of_transformers(family):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     dynamic_cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.arange(SEEN)[None], past_key_values=dynamic_cache, use_cache=True)
+        model(torch.arange(CACHED_TOKENS)[None], past_key_values=dynamic_cache, use_cache=True)
     size = cache_size(
         model_layout(json.loads(json.dumps(config.to_dict(), default=str))),
         cache_row_bytes("16bit"),
     )
     for layer, theirs in zip(size.layers, dynamic_cache.layers, strict=True):
         # transformers holds a window without the token that comes next.
-        tokens = min(SEEN, layer.window - 1) if layer.window else SEEN
+        tokens = min(CACHED_TOKENS, layer.window - 1) if layer.window else CACHED_TOKENS
         assert layer.fixed_bytes + tokens * layer.token_bytes == _bytes(theirs)
 
 

@@ -11,16 +11,16 @@ from tests.conftest import Tiny
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 DOWN, KEY, QUERY = "layers.1.mlp.down_proj", "layers.1.self_attn.k_proj", "layers.1.self_attn.q_proj"  # fmt: skip
-FORMS = {
+SCHEMES_BY_FORMAT = {
     "compressed-tensors": ("int8:g32:sym", "int4:g32:sym"),
     "mlx": ("int8:g64:min", "int4:g64:min"),
     "gguf": ("q8_0", "q5_0"),
 }
 
 
-@pytest.mark.parametrize("format_key", FORMS)
+@pytest.mark.parametrize("format_key", SCHEMES_BY_FORMAT)
 def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, format_key: str) -> None:
-    first, second = FORMS[format_key]
+    first, second = SCHEMES_BY_FORMAT[format_key]
 
     def given(layer: str, **values: object) -> str:
         recipe = Recipe(

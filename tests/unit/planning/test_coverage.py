@@ -33,7 +33,7 @@ STACKED = {
 }
 
 
-def made(
+def write_model(
     folder: Path, block: dict[str, tuple[int, ...]], model_type: str = "novel_moe", **config: object
 ) -> Path:
     folder.mkdir()
@@ -59,15 +59,15 @@ def made(
     return folder
 
 
-def planned(model: Path, **values: object) -> Plan:
+def plan_model(model: Path, **values: object) -> Plan:
     return api.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
 
 
 def test_unquantized_experts_are_a_low_coverage_event(tmp_path, capsys):
-    model = made(
+    model = write_model(
         tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H)}, num_local_experts=EXPERTS
     )
-    (event,) = planned(model).substitutions
+    (event,) = plan_model(model).substitutions
     assert event.kind == "low-coverage"
     assert "24.9% of the weights inside blocks are quantized" in event.detail
     assert "model.layers.*.mlp.experts.gate_up_proj (131,072 bytes)" in event.detail
@@ -86,10 +86,10 @@ def test_unquantized_experts_are_a_low_coverage_event(tmp_path, capsys):
 
 
 def test_layers_kept_on_request_give_no_event(tmp_path):
-    model = made(tmp_path / "m", PER_EXPERT, num_experts=EXPERTS)
-    assert planned(model).substitutions == ()
-    assert planned(model, ignore=("*experts*",)).substitutions == ()
-    assert planned(model, rules=(Rule("down_proj", "keep"),)).substitutions == ()
+    model = write_model(tmp_path / "m", PER_EXPERT, num_experts=EXPERTS)
+    assert plan_model(model).substitutions == ()
+    assert plan_model(model, ignore=("*experts*",)).substitutions == ()
+    assert plan_model(model, rules=(Rule("down_proj", "keep"),)).substitutions == ()
     declared = Path(__file__).parents[3] / "models" / "demo"
     assert api.plan(str(declared), Recipe(bits=4)).substitutions == ()
 
@@ -104,8 +104,8 @@ def test_layers_kept_on_request_give_no_event(tmp_path):
     ],
 )
 def test_routers_are_kept_whatever_their_name(router, rows, config, tmp_path):
-    model = made(tmp_path / "m", PER_EXPERT | {f"{router}.weight": (rows, H)}, **config)
-    kept = {tensor.name for tensor in planned(model).tensors if tensor.action is Action.KEEP}
+    model = write_model(tmp_path / "m", PER_EXPERT | {f"{router}.weight": (rows, H)}, **config)
+    kept = {tensor.name for tensor in plan_model(model).tensors if tensor.action is Action.KEEP}
     assert f"model.layers.1.{router}.weight" in kept
     assert not any("experts.0" in name or "self_attn" in name for name in kept)
 
@@ -123,7 +123,7 @@ def test_shared_experts_are_not_mistaken_for_routers():
 
 def test_exporting_a_quantized_router_is_an_event(tmp_path):
     """As a file that takes it for a linear layer: the same, with a configuration that does not count the experts."""
-    model = made(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
+    model = write_model(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
     recipe = Recipe(scheme="int4:g32", scales="absmax")
     api.quantize(str(model), recipe, tmp_path / "a", Settings())
     config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"num_experts": EXPERTS}
@@ -135,7 +135,7 @@ def test_exporting_a_quantized_router_is_an_event(tmp_path):
 
 def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
     """Experts that nobody could round are an event of every export; those that somebody left alone are none."""
-    stacked = made(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
+    stacked = write_model(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
     api.quantize(
         str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
     )
@@ -171,7 +171,7 @@ def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
 )
 @pytest.mark.parametrize("block", [PER_EXPERT, STACKED], ids=["each", "stacked"])
 def test_kept_experts_give_no_event_in_runs_and_exports(block, kept, tmp_path):
-    model = made(tmp_path / "m", block, num_experts=EXPERTS)
+    model = write_model(tmp_path / "m", block, num_experts=EXPERTS)
     recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
     assert api.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
     for number, format_key in enumerate(("gptq", "compressed-tensors")):  # the second of the first
@@ -186,14 +186,16 @@ def test_kept_experts_give_no_event_in_runs_and_exports(block, kept, tmp_path):
 def test_small_expert_stacks_are_an_event_and_towers_named(tmp_path):
     few = {"mlp.experts.down_proj": (EXPERTS, 2, 2)}
     wide = {"mlp.up_proj.weight": (64 * H, H)}
-    (event,) = planned(made(tmp_path / "m", few | wide, num_local_experts=EXPERTS)).substitutions
+    (event,) = plan_model(
+        write_model(tmp_path / "m", few | wide, num_local_experts=EXPERTS)
+    ).substitutions
     assert (
         "99.9% of the weights inside blocks are quantized" in event.detail
         or "100.0%" in event.detail
     )
     assert "experts.down_proj (64 bytes)" in event.detail
     block = {"q_proj.weight": (H, H), "blocks.0.fc.weight": (H, H)}
-    tower = made(
+    tower = write_model(
         tmp_path / "t", block, text_config={"num_hidden_layers": 2}, seen_config={"depth": 1}
     )
     tensors = load_file(tower / "model.safetensors")
@@ -201,7 +203,7 @@ def test_small_expert_stacks_are_an_event_and_towers_named(tmp_path):
         f"model.sam.blocks.{i}.fc.weight": torch.ones(H, H, dtype=torch.bfloat16) for i in range(3)
     }
     save_file(tensors, tower / "model.safetensors", {"format": "pt"})
-    covered = coverage(planned(tower).tensors)
+    covered = coverage(plan_model(tower).tensors)
     assert (covered.share, dict(covered.kept), dict(covered.outside_blocks)) == (
         1.0,
         {},
@@ -211,18 +213,18 @@ def test_small_expert_stacks_are_an_event_and_towers_named(tmp_path):
 
 
 def test_rules_for_routers_or_experts_are_refused_or_noted(tmp_path):
-    model = made(tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H), "mlp.shared.up_proj.weight": (H, H)},
-                 num_local_experts=EXPERTS)  # fmt: skip
+    block = {"mlp.router.weight": (EXPERTS, H), "mlp.shared.up_proj.weight": (H, H)}
+    model = write_model(tmp_path / "m", STACKED | block, num_local_experts=EXPERTS)
     for pattern in ("router", "*experts.down_proj", "re:.*experts.*"):
         with pytest.raises(
             InputError, match=r"no layer that can be rounded, but model\.layers\.0\.mlp"
         ):
-            planned(model, rules=(Rule(pattern, "int8:row"),))
-    plan = planned(model, rules=(Rule("*.mlp.*", "int8:row"),))
+            plan_model(model, rules=(Rule(pattern, "int8:row"),))
+    plan = plan_model(model, rules=(Rule("*.mlp.*", "int8:row"),))
     (note,) = (note for note in plan.notes if "rule" in note and "also means" in note)
     assert "and 5 more: routers and experts" in note
     assert {str(t.scheme.weight.grid) for t in plan.quantized() if "shared" in t.name} == {"int8"}
-    assert planned(
+    assert plan_model(
         model,
         rules=(Rule("*q_proj", "int8:row"), Rule("k_proj", "int8:row"), Rule("v_proj", "int8:row")),
     )
@@ -230,8 +232,8 @@ def test_rules_for_routers_or_experts_are_refused_or_noted(tmp_path):
 
 @pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr"])
 def test_unloadable_families_are_refused_for_their_engine(family, tmp_path, capsys):
-    model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
-    verdicts = {verdict.engine: verdict for verdict in planned(model).engines}
+    model = write_model(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
+    verdicts = {verdict.engine: verdict for verdict in plan_model(model).engines}
     assert not verdicts["transformers"].loads
     assert f"{family} does not load" in verdicts["transformers"].reason
     result = command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
@@ -240,10 +242,10 @@ def test_unloadable_families_are_refused_for_their_engine(family, tmp_path, caps
 
 @pytest.mark.parametrize("family", ["mamba2", "falcon"])
 def test_families_decoded_on_loading_need_one_scheme(family, tmp_path):
-    model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
+    model = write_model(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
 
     def said(**options):
-        return {v.engine: v for v in planned(model, **options).engines}["transformers"]
+        return {v.engine: v for v in plan_model(model, **options).engines}["transformers"]
 
     alone = said()
     assert (alone.loads, "no memory is saved" in alone.reason) == (None, True)
@@ -254,8 +256,8 @@ def test_families_decoded_on_loading_need_one_scheme(family, tmp_path):
 
 
 def test_families_with_fused_loading_need_the_engine_option(tmp_path):
-    model = made(tmp_path / "m", PER_EXPERT, "bailing_hybrid", num_experts=EXPERTS)
-    (verdict,) = (v for v in planned(model).engines if v.engine == "transformers")
+    model = write_model(tmp_path / "m", PER_EXPERT, "bailing_hybrid", num_experts=EXPERTS)
+    (verdict,) = (v for v in plan_model(model).engines if v.engine == "transformers")
     assert (verdict.loads, "--for transformers" in verdict.reason) == (False, True)
 
 
@@ -264,7 +266,7 @@ def test_families_with_fused_loading_need_the_engine_option(tmp_path):
     (PER_EXPERT, "int4:g32", "compressed-tensors", True),
 ])  # fmt: skip
 def test_engines_that_cannot_fuse_experts_do_not_load(block, scheme, format_key, loads, tmp_path):
-    model = made(tmp_path / "m", block, num_experts=EXPERTS)
+    model = write_model(tmp_path / "m", block, num_experts=EXPERTS)
     plan = api.plan(str(model), Recipe(scheme=scheme, format=format_key, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")
     assert (verdict.loads is not False, "joins" in verdict.reason) == (loads, not loads)
@@ -276,7 +278,7 @@ def test_engines_that_cannot_fuse_experts_do_not_load(block, scheme, format_key,
     ("falcon", {"num_attention_heads": 4}),
 ])  # fmt: skip
 def test_incomplete_or_extra_tensors_are_refused_by_name(family, config, tmp_path):
-    model = made(tmp_path / "m", PER_EXPERT, family, **config)
+    model = write_model(tmp_path / "m", PER_EXPERT, family, **config)
 
     def quantized_and_loaded():  # what is missing is missed first, what is left over when it is loaded
         recipe = Recipe(scheme="int4:g32", scales="absmax")
@@ -291,7 +293,7 @@ def test_incomplete_or_extra_tensors_are_refused_by_name(family, config, tmp_pat
 
 
 def test_coverage_names_large_tensors_outside_the_blocks(tiny):
-    text = str(coverage(planned(tiny("gemma4")).tensors))
+    text = str(coverage(plan_model(tiny("gemma4")).tensors))
     assert "of other parts stay model.embed_tokens_per_layer (" in text
     assert "embed_tokens (" not in text
-    assert "of other parts" not in str(coverage(planned(tiny("llama")).tensors))
+    assert "of other parts" not in str(coverage(plan_model(tiny("llama")).tensors))

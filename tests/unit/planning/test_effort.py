@@ -29,14 +29,14 @@ from tests.thorough import further
 LOW, MEDIUM, HIGH = VALUES["effort"]
 SHORT = replace(CALIBRATION, length=24)
 ONE_ROW = CalibrationOptions(samples=1)
-EVERYONE = CalibrationOptions(expert_tokens="all")
+ALL_EXPERT_TOKENS = CalibrationOptions(expert_tokens="all")
 
 
-def planned(tiny: Tiny, requested_recipe: Recipe, family: str = "llama") -> Planned:
+def make_planned(tiny: Tiny, requested_recipe: Recipe, family: str = "llama") -> Planned:
     return make_plan(requested_recipe, open_checkpoint(tiny(family)))
 
 
-def said(planned_run: Planned) -> str:
+def effort_note(planned_run: Planned) -> str:
     (note,) = (
         note
         for note in planned_run.plan.notes
@@ -52,7 +52,7 @@ def test_every_effort_level_has_settings() -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq", ""])
 def test_medium_effort_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
-    planned_run = planned(tiny, Recipe(method=method, bits=4))
+    planned_run = make_planned(tiny, Recipe(method=method, bits=4))
     assert planned_run.recipe == Recipe(
         method=method or "awq+gptq",
         bits=4,
@@ -61,8 +61,11 @@ def test_medium_effort_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
         tune=1,
         calibration=CalibrationOptions(random_share=1 / 16),
     )
-    assert said(planned_run) == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
-    assert planned(tiny, planned_run.recipe).recipe == planned_run.recipe
+    assert (
+        effort_note(planned_run)
+        == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
+    )
+    assert make_planned(tiny, planned_run.recipe).recipe == planned_run.recipe
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_medium_effort_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
 def test_medium_effort_does_not_tune_without_benefit(
     tiny: Tiny, family: str, choices: dict[str, Any]
 ) -> None:
-    planned_run = planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
+    planned_run = make_planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
     assert (planned_run.recipe.guided_hessians, planned_run.recipe.tune) == (0, 0)
     assert not any("effort" in note for note in planned_run.plan.notes)
 
@@ -89,11 +92,11 @@ def test_medium_effort_does_not_tune_very_large_blocks(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(effort, "MAX_TUNED_BLOCK_WEIGHTS", 3000)
-    assert planned(tiny, Recipe(method="gptq", bits=4)).recipe.tune == 0
+    assert make_planned(tiny, Recipe(method="gptq", bits=4)).recipe.tune == 0
 
 
 def test_medium_effort_does_not_tune_derived_architectures(tiny: Tiny) -> None:
-    planned_run = planned(tiny, Recipe(method="gptq", bits=4))
+    planned_run = make_planned(tiny, Recipe(method="gptq", bits=4))
     family = planned_run.model_layout.architecture
     assert family is not None
     derived = replace(
@@ -127,7 +130,7 @@ def test_gguf_metadata_states_effort_settings(block: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_high_effort_sets_guide_tuning_and_passes(tiny: Tiny, family: str) -> None:
-    planned_run = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH), family)
+    planned_run = make_planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH), family)
     assert (
         planned_run.recipe.guided_hessians,
         planned_run.recipe.tune,
@@ -135,14 +138,17 @@ def test_high_effort_sets_guide_tuning_and_passes(tiny: Tiny, family: str) -> No
     ) == (1, 4, 4)
     assert (planned_run.plan.guided_hessians, planned_run.plan.tune) == (1, 4)
     assert (
-        said(planned_run) == "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high"
+        effort_note(planned_run)
+        == "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high"
     )
-    assert said(planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))) == said(planned_run)
+    assert effort_note(
+        make_planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))
+    ) == effort_note(planned_run)
 
 
 def test_forecasts_grow_with_effort(tiny: Tiny) -> None:
     low, medium, high = (
-        planned(tiny, Recipe(method="gptq", bits=4, effort=level)).plan
+        make_planned(tiny, Recipe(method="gptq", bits=4, effort=level)).plan
         for level in VALUES["effort"]
     )
     assert low.work.operations["observe"] < medium.work.operations["observe"] / 3
@@ -153,24 +159,26 @@ def test_forecasts_grow_with_effort(tiny: Tiny) -> None:
 
 
 def test_low_effort_defaults_to_rtn(tiny: Tiny) -> None:
-    planned_run = planned(tiny, Recipe(bits=4, effort=LOW))
+    planned_run = make_planned(tiny, Recipe(bits=4, effort=LOW))
     assert planned_run.recipe.method == "rtn"
     assert any(
         note.startswith("chosen: --method rtn: --effort low") for note in planned_run.plan.notes
     )
-    assert planned(tiny, Recipe(bits=4)).recipe.method == "awq+gptq"
+    assert make_planned(tiny, Recipe(bits=4)).recipe.method == "awq+gptq"
 
 
 def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
-    planned_run = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
+    planned_run = make_planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
     assert planned_run.recipe.calibration == CalibrationOptions(samples=32, random_share=1 / 16)
     nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
     read = Recipe(
         method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions(source="imatrix:a")
     )
-    assert "calibration.samples = 32 (importance is read from a file)" in said(planned(tiny, read))
-    assert "nothing: --effort low; left out: calibration.samples = 32 (nothing is" in said(
-        planned(tiny, nothing)
+    assert "calibration.samples = 32 (importance is read from a file)" in effort_note(
+        make_planned(tiny, read)
+    )
+    assert "nothing: --effort low; left out: calibration.samples = 32 (nothing is" in effort_note(
+        make_planned(tiny, nothing)
     )
 
 
@@ -185,12 +193,12 @@ def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     ],
 )
 def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
-    planned_run = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
+    planned_run = make_planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
     for name, value in choices.items():
         assert getattr(planned_run.recipe, name) == value
     reason = "switched off" if 0 in choices.values() else "named already"
-    assert f"{reason}: {kept}" in said(planned_run)
-    assert kept not in said(planned_run).split(": --effort")[0]
+    assert f"{reason}: {kept}" in effort_note(planned_run)
+    assert kept not in effort_note(planned_run).split(": --effort")[0]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +208,7 @@ def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], 
          ["smooth+gptq are not tuned"]),
         ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guided_hessians = 1, tune = 4", ["has anyway"]),
         ("llama", {"method": "gptq", "scheme": "mxfp8"}, "guided_hessians = 1, gptq.passes = 4", ["are powers of two"]),
-        ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.passes = 4",
+        ("mixtral", {"method": "gptq", "bits": 4, "calibration": ALL_EXPERT_TOKENS}, "tune = 4, gptq.passes = 4",
          ["guided_hessians = 1 (--expert-tokens all sends"]),
         ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guided_hessians = 1, tune = 4", ["searched for"]),
         ("llama", {"method": "rtn", "bits": 4}, "nothing",
@@ -212,13 +220,13 @@ def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], 
 def test_impossible_effort_settings_are_omitted_with_a_reason(
     tiny: Tiny, family: str, choices: dict[str, Any], taken: str, reasons: list[str]
 ) -> None:
-    planned_run = planned(tiny, Recipe(effort=HIGH, **choices), family)
-    note = said(planned_run)
+    planned_run = make_planned(tiny, Recipe(effort=HIGH, **choices), family)
+    note = effort_note(planned_run)
     assert note.startswith(f"chosen: {taken}: --effort high; left out: ")
     for reason in reasons:
         assert reason in note.split("left out: ")[1]
     assert planned_run.plan.tune == 4 * ("tune = 4" in taken)
-    again = planned(tiny, planned_run.recipe, family)
+    again = make_planned(tiny, planned_run.recipe, family)
     assert again.recipe == planned_run.recipe
 
 
@@ -249,7 +257,7 @@ def test_effort_omits_gradients_for_replayed_models(tiny: Tiny) -> None:
         0,
         4,
     )
-    assert "name it to try" in said(planned_run)
+    assert "name it to try" in effort_note(planned_run)
 
 
 def test_an_explicit_impossible_guide_is_refused(tiny: Tiny) -> None:

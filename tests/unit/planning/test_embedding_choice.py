@@ -19,13 +19,13 @@ from tests.runs import command
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 
-def told(plan) -> str:
+def embedding_note(plan) -> str:
     return next(note for note in plan.notes if "embedding and head: " in note)
 
 
 def test_a_large_embedding_is_quantized_if_an_engine_loads_it(tiny: Tiny, tmp_path: Path) -> None:
     plan = api.plan(tiny("llama-wide"), bits=4, format="mlx", scales="absmax")
-    assert told(plan).startswith("chosen: --embedding int8:row: ")
+    assert embedding_note(plan).startswith("chosen: --embedding int8:row: ")
     embedding = next(item for item in plan.tensors if "embed_tokens" in item.name)
     assert str(embedding.scheme).startswith("int8:row")
     kept = api.plan(
@@ -35,7 +35,7 @@ def test_a_large_embedding_is_quantized_if_an_engine_loads_it(tiny: Tiny, tmp_pa
     assert any(verdict.loads for verdict in plan.engines)
     assert plan.substitutions == ()
     wide = api.plan(tiny("llama-wide"), scheme="int4:g64:min", format="mlx", scales="absmax")
-    assert "--embedding int8:row takes" in told(wide)
+    assert "--embedding int8:row takes" in embedding_note(wide)
     assert wide.output_bytes == kept.output_bytes
     strict = Settings(policy=Policy(strict=True))
     options = {"bits": 4, "format": "mlx", "scales": "absmax", "out": tmp_path / "q"}
@@ -47,14 +47,14 @@ def test_a_large_embedding_is_quantized_if_an_engine_loads_it(tiny: Tiny, tmp_pa
 
 def test_the_embedding_is_kept_if_engines_would_be_lost(tiny: Tiny) -> None:
     plan = api.plan(tiny("llama-wide"), bits=4, scales="absmax")
-    assert "--embedding int8:row takes" in told(plan)
-    assert "transformers, vllm would not load it" in told(plan)
+    assert "--embedding int8:row takes" in embedding_note(plan)
+    assert "transformers, vllm would not load it" in embedding_note(plan)
     assert all(item.scheme is None for item in plan.tensors if "embed_tokens" in item.name)
 
 
 def test_a_tied_head_keeps_the_embedding_unquantized() -> None:
     plan = api.plan(DEMO, bits=4, scales="absmax")
-    assert "the head is tied to it" in told(plan)
+    assert "the head is tied to it" in embedding_note(plan)
 
 
 def test_mlx_quantizes_a_tied_embedding_once(tmp_path: Path) -> None:

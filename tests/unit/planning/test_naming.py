@@ -19,7 +19,7 @@ from quantforge.recipe import Recipe, Rule
 from quantforge.scheme import LayerScheme
 
 
-def named(path: Path, method: str | None, key: str, *schemes: str, label: str = "") -> str:
+def name_of_result(path: Path, method: str | None, key: str, *schemes: str, label: str = "") -> str:
     tensors = []
     for number, text in enumerate(schemes):
         layer = parse_layer(text)
@@ -52,7 +52,7 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
     ],
 )
 def test_default_names_follow_method_format_and_scheme(tmp_path, method, key, schemes, name):
-    assert named(tmp_path / "wren", method, key, *schemes) == name
+    assert name_of_result(tmp_path / "wren", method, key, *schemes) == name
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,20 @@ def test_sparsity_stays_in_the_names_of_derived_results(tmp_path, pattern, name)
     }
     (tmp_path / "sparse").mkdir()
     (tmp_path / "sparse" / NAME).write_text(json.dumps(document))
-    again = named(tmp_path / "sparse", "rtn", "compressed-tensors", "int4:g128:sym")
+    again = name_of_result(tmp_path / "sparse", "rtn", "compressed-tensors", "int4:g128:sym")
     assert again == name.replace("wanda-plain", "rtn-int4")
 
 
 def test_gguf_names_end_with_the_type(tmp_path):
-    assert named(tmp_path / "wren", "rtn", "gguf", "q4_k", label="Q4_K_M") == "wren-Q4_K_M.gguf"
     assert (
-        named(tmp_path / "wren", "gptq", "gguf", "q4_k", label="Q4_K_M") == "wren-gptq-Q4_K_M.gguf"
+        name_of_result(tmp_path / "wren", "rtn", "gguf", "q4_k", label="Q4_K_M")
+        == "wren-Q4_K_M.gguf"
     )
-    assert named(tmp_path / "wren", None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
+    assert (
+        name_of_result(tmp_path / "wren", "gptq", "gguf", "q4_k", label="Q4_K_M")
+        == "wren-gptq-Q4_K_M.gguf"
+    )
+    assert name_of_result(tmp_path / "wren", None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +112,8 @@ def test_gguf_names_end_with_the_type(tmp_path):
 )
 def test_model_names_are_sanitized_for_files(tmp_path, path, name):
     model = tmp_path / path
-    assert named(model, "rtn", "gguf", label="F16") == f"{name}-F16.gguf"
-    assert named(tmp_path / "wren" / ".", "rtn", "gguf", label="F16") == "wren-F16.gguf"
+    assert name_of_result(model, "rtn", "gguf", label="F16") == f"{name}-F16.gguf"
+    assert name_of_result(tmp_path / "wren" / ".", "rtn", "gguf", label="F16") == "wren-F16.gguf"
 
 
 def test_exports_are_named_after_the_original_model(tmp_path):
@@ -128,19 +132,19 @@ def test_exports_are_named_after_the_original_model(tmp_path):
         artifact = tmp_path / f"wren-awq-int4-{number}"
         artifact.mkdir()
         (artifact / NAME).write_text(json.dumps(document))
-        assert named(artifact, None, "gptq", "int4:g128:sym") == "wren-awq-int4-gptq"
-        assert named(artifact, None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
-        assert named(artifact, "gptq", "gptq", "int4:g128:sym") == "wren-int4-gptq"
-        assert named(artifact, None, "mlx", "int4:g128:min") == "wren-awq-int4-mlx"
-        assert named(artifact, None, "mlx", "int4:g32:min") == "wren-awq-int4-g32-mlx"
-        assert named(artifact, None, "awq", "int4:g128:sym") == "wren-int4-awq"
+        assert name_of_result(artifact, None, "gptq", "int4:g128:sym") == "wren-awq-int4-gptq"
+        assert name_of_result(artifact, None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
+        assert name_of_result(artifact, "gptq", "gptq", "int4:g128:sym") == "wren-int4-gptq"
+        assert name_of_result(artifact, None, "mlx", "int4:g128:min") == "wren-awq-int4-mlx"
+        assert name_of_result(artifact, None, "mlx", "int4:g32:min") == "wren-awq-int4-g32-mlx"
+        assert name_of_result(artifact, None, "awq", "int4:g128:sym") == "wren-int4-awq"
     strange = tmp_path / "Wren-GPTQ"
     strange.mkdir()
-    assert named(strange, None, "awq", "int4:g128:sym") == "Wren-GPTQ-awq"
+    assert name_of_result(strange, None, "awq", "int4:g128:sym") == "Wren-GPTQ-awq"
     (strange / NAME).write_text(
         json.dumps({"schema": SCHEMA, "source": {"model": "../../etc"}, "outputs": {}})
     )
-    assert named(strange, None, "awq", "int4:g128:sym") == "etc-int4-awq"
+    assert name_of_result(strange, None, "awq", "int4:g128:sym") == "etc-int4-awq"
 
 
 def test_the_default_output_is_outside_the_model_directory(tmp_path, monkeypatch):

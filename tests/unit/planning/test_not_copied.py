@@ -19,11 +19,11 @@ def model(tiny: Tiny, tmp_path: Path) -> Path:
     return copied(tiny("llama"), tmp_path / "m")
 
 
-def said(model: Path) -> list[str]:
+def not_copied_notes(model: Path) -> list[str]:
     return list(api.plan(str(model), recipe(bits=4)).not_copied)
 
 
-def configure(model: Path, **values: object) -> None:
+def update_config(model: Path, **values: object) -> None:
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **values}))
 
@@ -32,12 +32,12 @@ def test_files_not_carried_over_are_named(model: Path) -> None:
     for name in ("modeling_x.py", "pytorch_model.bin", "a\nb.exe", ".gitattributes"):
         (model / name).touch()
     (model / "original").mkdir()
-    (stray,) = (line for line in said(model) if line.startswith("not carried over"))
+    (stray,) = (line for line in not_copied_notes(model) if line.startswith("not carried over"))
     assert stray == r"not carried over: 'a\nb.exe', modeling_x.py, original/, pytorch_model.bin"
     for n in range(20):
         (model / f"{n:02}.txt").touch()
-    assert "00.txt, 01.txt," in "".join(said(model))
-    assert "07.txt and 16 more" in "".join(said(model))
+    assert "00.txt, 01.txt," in "".join(not_copied_notes(model))
+    assert "07.txt and 16 more" in "".join(not_copied_notes(model))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_files_not_carried_over_are_named(model: Path) -> None:
     ],
 )  # fmt: skip
 def test_config_keys_that_name_code_are_reported(model: Path, values: dict[str, object]) -> None:
-    assert not any("code" in line for line in said(model))
-    configure(model, **values)
+    assert not any("code" in line for line in not_copied_notes(model))
+    update_config(model, **values)
     key = next(iter(values)).replace("vision_config", "auto_map")
-    assert f"config.json names code, which is never run: {key}" in said(model)
-    configure(model, **dict.fromkeys(values))
-    assert not any("code" in line for line in said(model))
+    assert f"config.json names code, which is never run: {key}" in not_copied_notes(model)
+    update_config(model, **dict.fromkeys(values))
+    assert not any("code" in line for line in not_copied_notes(model))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_config_keys_that_name_code_are_reported(model: Path, values: dict[str, 
     ],
 )  # fmt: skip
 def test_a_missing_license_is_reported(model, name, text, has_license):
-    assert any(line.startswith(NO_LICENCE) for line in said(model))
+    assert any(line.startswith(NO_LICENCE) for line in not_copied_notes(model))
     (model / name).write_text(text)
-    assert any(line.startswith(NO_LICENCE) for line in said(model)) is not has_license
+    assert any(line.startswith(NO_LICENCE) for line in not_copied_notes(model)) is not has_license
 
 
 def test_files_not_copied_are_shown_and_recorded(

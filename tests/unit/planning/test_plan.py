@@ -259,7 +259,7 @@ def test_an_integer_tensor_cannot_be_quantized(tmp_path):
 # ---- head and embedding
 
 
-def loaded(model: Path) -> torch.nn.Module:
+def load_in_transformers(model: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -280,7 +280,7 @@ def test_a_quantized_head_loads_in_transformers(tiny, tmp_path, family):
     )
     ids = torch.arange(24)[None]
     with torch.inference_mode():
-        ours, original = loaded(out), loaded(model)
+        ours, original = load_in_transformers(out), load_in_transformers(model)
         distance = (ours(ids).logits.log_softmax(-1) - original(ids).logits.log_softmax(-1)).abs()
         assert 0 < distance.max() < 0.2
         assert torch.equal(ours.model.embed_tokens.weight, original.model.embed_tokens.weight)
@@ -307,7 +307,7 @@ def test_a_quantized_embedding_loads_only_in_our_runtime(tiny, tmp_path, family,
         assert torch.equal(kept, source["model.embed_tokens.weight"])
     with torch.inference_mode():
         ids = torch.arange(24)[None]
-        ours, original = load(out).model(ids).logits, loaded(model)(ids).logits
+        ours, original = load(out).model(ids).logits, load_in_transformers(model)(ids).logits
         assert (ours.log_softmax(-1) - original.log_softmax(-1)).abs().mean() < 1.0
 
 

@@ -8,13 +8,13 @@ from quantforge.errors import InputError, QuantForgeError, UsageError
 from quantforge.planning.release_spec import parse_release, set_names, variants_of
 
 HEAD = 'model = "m"\n'
-SCORED = '[evaluation]\ntext = "builtin"\n'
+EVALUATION = '[evaluation]\ntext = "builtin"\n'
 VARIANT = '[[variant]]\nname = "a"\nmethod = "gptq"\nbits = 4\n'
 
 
 def test_release_options_override_variant_recipes():
     spec = parse_release(
-        HEAD + "[calibration]\nsamples = 7\n[gates]\nmax_bytes = 9\n" + SCORED
+        HEAD + "[calibration]\nsamples = 7\n[gates]\nmax_bytes = 9\n" + EVALUATION
         + '[[variant]]\nname = "a"\nrecipe = "balanced-4bit"\nmethod = "gptq"\ngates = {max_kl = 0.1}\n'
         + '[[variant]]\nname = "b"\nrecipe = {bits = 3, rule = [{match = "x", scheme = "keep"}]}\n',
         "f",
@@ -67,11 +67,11 @@ def test_release_sets_contain_recipes_or_types():
         (HEAD + VARIANT.replace('"a"', '"a.gguf"'), "no name of a file", "no .gguf"),
         (HEAD + VARIANT + "[gates]\nmax_kl = 1\n", "max_kl: no text is scored", "builtin"),
         (HEAD + VARIANT + "gates = {max_ppl_increase = 0.1}\n", "no text is scored", "builtin"),
-        (HEAD + VARIANT + "[gates]\nmax_kl = -1\n" + SCORED, "no limit", "from 0"),
-        (HEAD + VARIANT + "[gates]\nmax_ppl_increase = 2\n" + SCORED, "2% or 200%?", "0.02 is 2%"),
-        (HEAD + VARIANT + "gates = {max_ppl_increase = 1}\n" + SCORED, "1% or 100%?", "0.01 is 1%"),
-        (HEAD + VARIANT + "[gates]\nmax_kl = nan\n" + SCORED, "no limit", "from 0"),
-        (HEAD + VARIANT + SCORED + 'reports = ["htm"]\n', "unknown kind 'htm'", "html"),
+        (HEAD + VARIANT + "[gates]\nmax_kl = -1\n" + EVALUATION, "no limit", "from 0"),
+        (HEAD + VARIANT + "[gates]\nmax_ppl_increase = 2\n" + EVALUATION, "2% or 200%?", "0.02 is 2%"),
+        (HEAD + VARIANT + "gates = {max_ppl_increase = 1}\n" + EVALUATION, "1% or 100%?", "0.01 is 1%"),
+        (HEAD + VARIANT + "[gates]\nmax_kl = nan\n" + EVALUATION, "no limit", "from 0"),
+        (HEAD + VARIANT + EVALUATION + 'reports = ["htm"]\n', "unknown kind 'htm'", "html"),
         (HEAD + VARIANT + "recipe = 3\n", "a name, a file or a table", ""),
         (HEAD + VARIANT + "gates = 3\n", "a table is expected", "gates"),
         (HEAD + VARIANT.replace('"a"', '"a.gguf.b"'), "no name of a file", "no .gguf"),

@@ -28,7 +28,7 @@ LAYERS = [
 ]
 
 
-def meant(pattern: str) -> set[str]:
+def matching_names(pattern: str) -> set[str]:
     return {t.name.removesuffix(".weight") for t in LAYERS if matches(pattern, t)}
 
 
@@ -49,7 +49,7 @@ def meant(pattern: str) -> set[str]:
     ],
 )
 def test_rule_patterns_match_names_suffixes_or_regexes(pattern, count):
-    assert len(meant(pattern)) == count
+    assert len(matching_names(pattern)) == count
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_patterns_match_the_stored_name():
     assert matches("model.layers.0.mlp.up_proj", stored)
 
 
-def chosen(layer: str, *, ignore: tuple[str, ...] = (), **rules: str) -> str | None:
+def chosen_scheme(layer: str, *, ignore: tuple[str, ...] = (), **rules: str) -> str | None:
     patterns = {key.replace("_any_", "*"): value for key, value in rules.items()}
     recipe = Recipe(ignore=ignore, rules=tuple(Rule(k, v) for k, v in patterns.items()))
     target = next(t for t in LAYERS if t.name == f"{layer}.weight")
@@ -77,19 +77,19 @@ def chosen(layer: str, *, ignore: tuple[str, ...] = (), **rules: str) -> str | N
 
 def test_the_first_rule_decides_and_ignores_come_first():
     layer = "model.layers.3.mlp.down_proj"
-    assert chosen(layer, down_proj="int8", _any_proj="int3") == "int8:g128:sym"
-    assert chosen(layer, _any_proj="int3", down_proj="int8") == "int3:g128:sym"
-    assert chosen(layer, ignore=("*.3.*",), down_proj="int8") == "keep"
-    assert chosen(layer, down_proj="keep") == "keep"
-    assert chosen(layer, q_proj="int8") is None
+    assert chosen_scheme(layer, down_proj="int8", _any_proj="int3") == "int8:g128:sym"
+    assert chosen_scheme(layer, _any_proj="int3", down_proj="int8") == "int3:g128:sym"
+    assert chosen_scheme(layer, ignore=("*.3.*",), down_proj="int8") == "keep"
+    assert chosen_scheme(layer, down_proj="keep") == "keep"
+    assert chosen_scheme(layer, q_proj="int8") is None
 
 
 def test_a_rule_for_the_blocks_does_not_reach_head_and_embedding():
-    assert chosen("lm_head", _any_="int8") is None
-    assert chosen("model.embed_tokens", _any_="int8") is None
-    assert chosen("lm_head", lm_head="int8") == "int8:g128:sym"
-    assert chosen("model.embed_tokens", _any_embed_any_="int8") == "int8:g128:sym"
-    assert chosen("lm_head", ignore=("*",)) == "keep"
+    assert chosen_scheme("lm_head", _any_="int8") is None
+    assert chosen_scheme("model.embed_tokens", _any_="int8") is None
+    assert chosen_scheme("lm_head", lm_head="int8") == "int8:g128:sym"
+    assert chosen_scheme("model.embed_tokens", _any_embed_any_="int8") == "int8:g128:sym"
+    assert chosen_scheme("lm_head", ignore=("*",)) == "keep"
 
 
 def test_a_rule_pattern_with_backtracking_is_refused():

@@ -40,7 +40,7 @@ from quantforge_files import roles, strict_json
 SECONDS, BYTES = 10, 600 << 20
 
 
-def cost(work: Callable[[], object]) -> tuple[str, float, int]:
+def measure_cost(work: Callable[[], object]) -> tuple[str, float, int]:
     """Run in a fork: what came of it, seconds of the processor, and by how much the peak of memory rose.
 
     What earlier tests have freed and the C library kept would be used without a rise: it is returned first.
@@ -70,8 +70,8 @@ def cost(work: Callable[[], object]) -> tuple[str, float, int]:
     return outcome, seconds, rise
 
 
-def bounded(work: Callable[[], object]) -> str:
-    outcome, seconds, rise = cost(work)
+def run_within_bounds(work: Callable[[], object]) -> str:
+    outcome, seconds, rise = measure_cost(work)
     assert not outcome.startswith(("failed", "killed")), outcome
     assert seconds < SECONDS, outcome
     assert rise < BYTES, outcome
@@ -84,9 +84,9 @@ def header_file(path: Path, header: bytes) -> Path:
 
 
 def test_the_cost_helper_measures_time_memory_and_errors() -> None:
-    assert cost(lambda: bytearray(100 << 20).count(1))[2] > 90 << 20
-    assert cost(lambda: time.process_time_ns() and sum(range(5_000_000)))[1] > 0.02
-    assert cost(lambda: 1 // 0)[0].startswith("failed: ZeroDivisionError")
+    assert measure_cost(lambda: bytearray(100 << 20).count(1))[2] > 90 << 20
+    assert measure_cost(lambda: time.process_time_ns() and sum(range(5_000_000)))[1] > 0.02
+    assert measure_cost(lambda: 1 // 0)[0].startswith("failed: ZeroDivisionError")
 
 
 JSON = st.recursive(
@@ -95,11 +95,13 @@ JSON = st.recursive(
 )
 
 
-def counted(value: object) -> tuple[int, int]:
+def depth_and_count(value: object) -> tuple[int, int]:
     """Depth, and separators and containers and one, of a value."""
     if not isinstance(value, dict | list):
         return 0, 0
-    inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
+    inner = [
+        depth_and_count(item) for item in (value.values() if isinstance(value, dict) else value)
+    ]
     own = 1 + max(len(value) - 1, 0) + (len(value) if isinstance(value, dict) else 0)
     return 1 + max((item[0] for item in inner), default=0), own + sum(item[1] for item in inner)
 
@@ -109,7 +111,7 @@ def counted(value: object) -> tuple[int, int]:
 def test_json_measure_counts_depth_and_values(value: object, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_json, "_CHUNK", chunk)
-        depth, count = counted(value)
+        depth, count = depth_and_count(value)
         for ascii_only in (False, True):
             data = json.dumps(value, ensure_ascii=ascii_only).encode()
             assert strict_json.measure(data) == (depth, count + 1)
@@ -118,18 +120,20 @@ def test_json_measure_counts_depth_and_values(value: object, chunk: int) -> None
 @pytest.mark.parametrize("piece", [b"[", b'{"a":', b"[],", b'"a":1,', b"\\", b'"\\\\'])
 def test_a_large_json_of_pure_structure_is_refused_cheaply(piece: bytes) -> None:
     data = b'{"a":[' + piece * (roles.HEADER.max_bytes // len(piece) // 2)
-    assert bounded(lambda: parse_object(data, "x", roles.SETTINGS)).startswith("refused")
+    assert run_within_bounds(lambda: parse_object(data, "x", roles.SETTINGS)).startswith("refused")
 
 
 def test_a_settings_file_at_its_value_limit_is_read() -> None:
     count = roles.SETTINGS.max_values
     items = b",".join(b'"\xc3\xa9%06d"' % n for n in range(count - 10))
     assert (
-        bounded(lambda: len(parse_object(b'{"a":[' + items + b"]}", "x", roles.SETTINGS)))
+        run_within_bounds(lambda: len(parse_object(b'{"a":[' + items + b"]}", "x", roles.SETTINGS)))
         == "done: 1"
     )
     too_many = b'{"a":[' + b"1," * count + b"1]}"
-    assert "values, more than" in bounded(lambda: parse_object(too_many, "x", roles.SETTINGS))
+    assert "values, more than" in run_within_bounds(
+        lambda: parse_object(too_many, "x", roles.SETTINGS)
+    )
 
 
 @pytest.mark.thorough
@@ -138,7 +142,7 @@ def test_a_header_of_280000_tensors_is_read_within_bounds(tmp_path: Path) -> Non
     names = (f"model.layers.{n}.experts.down_proj.w" for n in range(280_000))
     text = "{" + ",".join(f'"{name}":{entry}' for name in names) + "}"
     path = header_file(tmp_path / "x", text.encode())
-    assert bounded(lambda: len(read_header(path))) == "done: 280000"
+    assert run_within_bounds(lambda: len(read_header(path))) == "done: 280000"
 
 
 def test_an_index_of_280000_names_stays_within_bounds(tmp_path: Path) -> None:
@@ -147,9 +151,11 @@ def test_an_index_of_280000_names_stays_within_bounds(tmp_path: Path) -> None:
         name.format(n): f"model-{n % 5000:05}-of-05000.safetensors" for n in range(280_000)
     }
     (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    assert "No such file" in bounded(lambda: read_weights(tmp_path, [INDEX_FILE]))
+    assert "No such file" in run_within_bounds(lambda: read_weights(tmp_path, [INDEX_FILE]))
     header_file(tmp_path / "model-00000-of-05000.safetensors", b"{}")
-    assert "where the index puts it" in bounded(lambda: read_weights(tmp_path, [INDEX_FILE]))
+    assert "where the index puts it" in run_within_bounds(
+        lambda: read_weights(tmp_path, [INDEX_FILE])
+    )
 
 
 @pytest.mark.thorough
@@ -157,7 +163,9 @@ def test_a_tokenizer_of_a_million_tokens_is_read_within_bounds() -> None:
     tokens = ",".join(f'"token {n:08} {"x" * 90}":{n}' for n in range(1_048_576))
     data = f'{{"model":{{"type":"BPE","vocab":{{{tokens}}},"merges":[]}},"pad":"{"x" * 10_000_000}"}}'.encode()
     assert 4 * 32_000_000 < len(data) < roles.TOKENIZER.max_bytes
-    outcome = bounded(lambda: len(parse_object(data, "x", roles.TOKENIZER)["model"]["vocab"]))
+    outcome = run_within_bounds(
+        lambda: len(parse_object(data, "x", roles.TOKENIZER)["model"]["vocab"])
+    )
     assert outcome == "done: 1048576"
 
 
@@ -171,7 +179,9 @@ def test_long_and_deep_jsonl_lines_stay_within_bounds(tmp_path: Path) -> None:
         (b"x" * (roles.LINE.max_bytes + 1), "longer than"),
     ):
         path.write_bytes(line)
-        assert message in bounded(lambda: sum(1 for _ in read_jsonl(path, RowReader("text"))))
+        assert message in run_within_bounds(
+            lambda: sum(1 for _ in read_jsonl(path, RowReader("text")))
+        )
 
 
 def key(name: str, kind: int, value: bytes) -> bytes:
@@ -185,7 +195,7 @@ def test_large_gguf_arrays_stay_within_bounds(tmp_path: Path) -> None:
         head = b"GGUF" + struct.pack("<iqq", 3, 0, 1)
         path.write_bytes(head + key("a", 9, struct.pack("<iQ", 8, count)) + string * 1_000_000)
         os.truncate(path, path.stat().st_size + 8 * (count - 1_000_000))
-        assert message in bounded(lambda: len(read_gguf(path).metadata))
+        assert message in run_within_bounds(lambda: len(read_gguf(path).metadata))
 
 
 def test_only_matching_entries_of_a_huge_imatrix_are_read(tmp_path: Path) -> None:
@@ -195,12 +205,12 @@ def test_only_matching_entries_of_a_huge_imatrix_are_read(tmp_path: Path) -> Non
     os.truncate(path, path.stat().st_size + large // 4 * 4)
     with path.open("ab") as file:
         file.write(name.replace(b"w", b"v") + struct.pack("<ii2f", 1, 2, 1.0, 2.0))
-    outcome = bounded(
+    outcome = run_within_bounds(
         lambda: {n: e.means.tolist() for n, e in read_imatrix(path, {"v": 2}).entries.items()}
     )
     assert outcome == "done: {'v': [[1.0, 2.0]]}"
     assert "it belongs" not in outcome
-    assert "columns, the weight 2" in bounded(lambda: read_imatrix(path, {"w": 2}))
+    assert "columns, the weight 2" in run_within_bounds(lambda: read_imatrix(path, {"w": 2}))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +220,7 @@ def test_only_matching_entries_of_a_huge_imatrix_are_read(tmp_path: Path) -> Non
     ids=lambda text: text[:8],
 )  # fmt: skip
 def test_pathological_recipes_are_refused_within_bounds(text: str) -> None:
-    assert bounded(lambda: read_toml(text, "x")).startswith("refused")
+    assert run_within_bounds(lambda: read_toml(text, "x")).startswith("refused")
 
 
 def test_ordinary_recipes_may_have_long_lists_and_strings() -> None:
@@ -277,7 +287,7 @@ def test_huge_sparse_calibration_files_are_refused_before_digesting(
         source = str(tmp_path / name) if name != "d.dat" else f"imatrix:{name}"
         settings = Settings(imatrix=tmp_path / name) if name == "d.dat" else Settings()
         recipe = Recipe(method="gptq", calibration=CalibrationOptions(source=source))
-        assert what in bounded(partial(strip_local_paths, recipe, settings))
+        assert what in run_within_bounds(partial(strip_local_paths, recipe, settings))
 
 
 @pytest.mark.parametrize("name", ["x.dat", "x.gguf"])
@@ -290,4 +300,4 @@ def test_trailing_bytes_of_an_imatrix_are_refused_before_digesting(
     whole = partial(strip_local_paths, recipe, Settings(imatrix=path))
     assert whole()[0].calibration.sha256 == (f"{manifest.sha256(path, None)}  {name}",)
     os.truncate(path, 8 << 30)
-    assert "bytes after the last" in bounded(whole)
+    assert "bytes after the last" in run_within_bounds(whole)

@@ -28,7 +28,7 @@ from tests.runs import ROWS, command
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 
 
-def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
+def quantize_model(model: Path, out: Path, scheme: str, **values: object) -> Path:
     recipe = Recipe(scheme=scheme, scales="absmax", calibration=NO_DATA, **values)
     api.quantize(str(model), recipe, out, Settings())
     return out
@@ -39,7 +39,7 @@ def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
     [("int4:g32:sym", "Q4_0"), ("int8:g64:sym", "Q8_0"), ("int5:g32:sym", "Q5_0")],
 )
 def test_integers_convert_to_gguf_blocks_and_back_exactly(scheme, kind, models, tmp_path):
-    source = quantized(models("llama-tied"), tmp_path / "a", scheme)
+    source = quantize_model(models("llama-tied"), tmp_path / "a", scheme)
     file = export(source, tmp_path / "b.gguf", None, allow_inexact=True, embedding="keep")
     assert {entry.type for entry in read_gguf(file).tensors.values()} == {kind, "F32"}
     back = export(file, tmp_path / "c", None, format="compressed-tensors")
@@ -128,7 +128,7 @@ def test_tokenizer_differences_are_events_of_an_export(models, tmp_path):
         tokenizer["normalizer"] = {"type": "NFC"}
 
     model = edited(models("llama-tied"), tmp_path / "m", nfc)
-    source = quantized(model, tmp_path / "a", "int4:g32:sym")
+    source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
     moved = {"allow_inexact": True, "format": "gguf", "embedding": "keep"}
     outcome = api.export(str(source), None, tmp_path / "b.gguf", **moved)
     kinds = [event.kind for event in outcome.events if event.kind != "inexact"]
@@ -142,7 +142,7 @@ def test_tokenizer_differences_are_events_of_an_export(models, tmp_path):
 
 
 def test_a_file_has_no_recipe_without_a_manifest(models, tmp_path):
-    source = quantized(models("llama-tied"), tmp_path / "a", "int4:g32:sym")
+    source = quantize_model(models("llama-tied"), tmp_path / "a", "int4:g32:sym")
     manifest.manifest_path(source).unlink()
     file = export(source, tmp_path / "b.gguf", None, allow_inexact=True)
     assert "quantforge.recipe" not in read_gguf(file).metadata
@@ -152,7 +152,7 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     """The codes of the linears stay what they are; what is rounded is said first, recorded, and can be kept."""
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **WIDE)
     name = "model.embed_tokens.weight"
-    source = quantized(model, tmp_path / "a", "int4:g32:sym")
+    source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
     ended = command(capsys, "export", source, "-o", tmp_path / "b.gguf")
     assert ended.code == 0, ended.err
     assert "exact but for the embedding" in ended.err
@@ -179,7 +179,9 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
 
 def test_export_does_not_round_untied_or_quantized_embeddings(models, tmp_path):
     """A head of its own and the embedding beside it, and an embedding that has codes already."""
-    untied = quantized(models("llama", dtype=torch.float16, **WIDE), tmp_path / "a", "int4:g32:sym")
+    untied = quantize_model(
+        models("llama", dtype=torch.float16, **WIDE), tmp_path / "a", "int4:g32:sym"
+    )
     file = export(untied, tmp_path / "a.gguf", None, policy=Policy(strict=True))
     tensors = read_gguf(file).tensors
     assert {tensors[f"{name}.weight"].type for name in ("token_embd", "output")} == {"F16"}
@@ -194,10 +196,10 @@ def test_export_does_not_round_untied_or_quantized_embeddings(models, tmp_path):
 
 def test_numbers_without_a_gguf_type_are_refused_with_hints(models, tmp_path):
     model = models("llama-tied")
-    asymmetric = quantized(model, tmp_path / "a", "int4:g32:asym:f32")
+    asymmetric = quantize_model(model, tmp_path / "a", "int4:g32:asym:f32")
     with pytest.raises(RefusedError, match="minima are not f16 numbers"):
         export(asymmetric, tmp_path / "x.gguf", None)
-    three = quantized(model, tmp_path / "b", "int3:g32:sym")
+    three = quantize_model(model, tmp_path / "b", "int3:g32:sym")
     with pytest.raises(RefusedError, match="3-bit integers are no type"):
         export(three, tmp_path / "x.gguf", None)
     with pytest.raises(RefusedError, match="second quantization") as caught:
@@ -209,7 +211,7 @@ def test_numbers_without_a_gguf_type_are_refused_with_hints(models, tmp_path):
 
 def test_requantization_uses_the_source_or_is_an_event(models, tmp_path):
     model = models("llama-tied")
-    source = quantized(model, tmp_path / "a", "int4:g32:sym")
+    source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
     again = export(source, tmp_path / "x.gguf", "Q8_0", source=str(model))
     direct = export(model, tmp_path / "y.gguf", "Q8_0")
     names = open_gguf(direct).entries
@@ -278,7 +280,7 @@ def test_a_sentencepiece_tokenizer_round_trips_through_gguf(prefix, models, tmp_
     assert loaded.encode(text).ids == tokenizer.encode(text).ids
 
 
-def pieces_file(**changes: object) -> GgufFile:
+def sentencepiece_file(**changes: object) -> GgufFile:
     """Keys of a sentencepiece vocabulary whose first token is unused."""
     tokens = ["<s>", "</s>", "a", "b", "ab"]
     values = {"model": "llama", "tokens": tokens, "token_type": [5, 3, 1, 1, 1], "scores": [0.0] * 5,
@@ -303,7 +305,9 @@ def pieces_file(**changes: object) -> GgufFile:
 def test_bos_and_eos_are_added_even_if_marked_unused(changes, expected):
     from tokenizers import Tokenizer
 
-    loaded = Tokenizer.from_str(tokenizer_files(pieces_file(**changes))["tokenizer.json"].decode())
+    loaded = Tokenizer.from_str(
+        tokenizer_files(sentencepiece_file(**changes))["tokenizer.json"].decode()
+    )
     assert loaded.encode("ab").ids == expected
     assert loaded.token_to_id("<s>") == 0
 
@@ -311,7 +315,7 @@ def test_bos_and_eos_are_added_even_if_marked_unused(changes, expected):
 @pytest.mark.parametrize("scores", [[0.0] * 4, [0.0] * 6, ["x"] * 5])
 def test_scores_that_do_not_fit_the_tokens_are_refused(scores):
     with pytest.raises(InputError, match=f"{len(scores)} values for 5 tokens"):
-        tokenizer_files(pieces_file(scores=scores))
+        tokenizer_files(sentencepiece_file(scores=scores))
 
 
 def test_a_sentencepiece_vocabulary_with_other_merges_is_refused(models, tmp_path):

@@ -20,7 +20,7 @@ KEYS = ("rope_theta", "rope_parameters", "rms_norm_eps", "num_experts_per_tok")
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "smollm3", "gemma4")
 
 
-def config_of(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     if config["model_type"] == "smollm3":  # llama.cpp knows one interval
         config |= {"no_rope_layer_interval": 4, "no_rope_layers": [1] * config["num_hidden_layers"]}
@@ -29,7 +29,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_missing_config_keys_take_transformers_defaults(tiny: Tiny, family: str) -> None:
-    config = config_of(tiny(family))
+    config = read_config(tiny(family))
     bare = {key: value for key, value in config.items() if key not in KEYS}
     whole: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
     completed = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
@@ -46,7 +46,7 @@ def test_a_missing_rope_type_is_default(tiny: Tiny) -> None:
     plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
     translated = [
         translate_parameters(
-            config_of(tiny("gemma4")) | {"model_type": "gemma4_text", "rope_parameters": rope}
+            read_config(tiny("gemma4")) | {"model_type": "gemma4_text", "rope_parameters": rope}
         )
         for rope in (bases, plain)
     ]
@@ -54,13 +54,13 @@ def test_a_missing_rope_type_is_default(tiny: Tiny) -> None:
 
 
 def test_missing_norm_topk_prob_is_refused(tiny: Tiny) -> None:
-    config = config_of(tiny("qwen3-moe")) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    config = read_config(tiny("qwen3-moe")) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
     config.pop("norm_topk_prob", None)
     with pytest.raises(RefusedError, match="norm_topk_prob"):
         translate_parameters(config)
 
 
-def declared(model_type: str) -> dict[str, Any]:
+def complete_config(model_type: str) -> dict[str, Any]:
     """Return a tiny configuration as transformers completes it."""
     model_type, values = {**gguf_models.FAMILIES, **gguf_models.WRITTEN}[model_type]
     config: dict[str, Any] = AutoConfig.for_model(model_type, **values).to_dict()
@@ -98,7 +98,7 @@ def test_only_rope_scaling_supported_by_the_graph_is_written(
 ) -> None:
     written = set()
     for name in NAMES:
-        config = declared(name)
+        config = complete_config(name)
         config.pop("rope_scaling", None)
         config["rope_parameters"] = {"rope_theta": 1e4, **rope}
         with suppress(RefusedError, InputError):
@@ -108,7 +108,7 @@ def test_only_rope_scaling_supported_by_the_graph_is_written(
 
 
 def test_contradicting_rotary_dimensions_are_refused() -> None:
-    config = declared("minimax_m2") | {"rotary_dim": 16}
+    config = complete_config("minimax_m2") | {"rotary_dim": 16}
     assert translate_parameters(config).keys["minimax-m2.rope.dimension_count"] == u32_value(16)
     config["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
     with pytest.raises(InputError, match="rotary_dim = 16, partial_rotary_factor"):
@@ -120,7 +120,7 @@ def test_contradicting_rotary_dimensions_are_refused() -> None:
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 ])  # fmt: skip
 def test_scaled_rope_in_sliding_layers_is_refused(sliding: dict[str, Any]) -> None:
-    config = declared("gemma3")
+    config = complete_config("gemma3")
     config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
                                  "sliding_attention": sliding}  # fmt: skip
     with pytest.raises(RefusedError, match="layers that slide"):

@@ -31,7 +31,7 @@ from quantforge.settings import Settings
 from tests import gguf_models
 from tests.runs import ROWS, command
 
-FOUND = Imatrix(
+IMATRIX = Imatrix(
     {
         "blk.0.attn_q.weight": WeightImportance(torch.tensor([[0.5, 2.0, 0.0, 8.0]]), 7),
         "blk.0.ffn_up.weight": WeightImportance(torch.tensor([[1.0, 3.0]]), 7),
@@ -62,15 +62,15 @@ def test_importance_statistics_are_on_the_device_of_the_run():
 
 @pytest.mark.parametrize("name", ["x.gguf", "x.dat"])
 def test_imatrix_files_are_read_as_written(name, tmp_path):
-    write_imatrix(tmp_path / name, FOUND)
+    write_imatrix(tmp_path / name, IMATRIX)
     imatrix = read_imatrix(tmp_path / name)
     assert (imatrix.dataset, imatrix.chunks) == ("builtin", 3)
-    for key, entry in FOUND.entries.items():
+    for key, entry in IMATRIX.entries.items():
         torch.testing.assert_close(imatrix.entries[key].means, entry.means)
 
 
 def test_the_gguf_imatrix_layout_matches_llama_cpp(tmp_path):
-    write_imatrix(tmp_path / "x.gguf", FOUND)
+    write_imatrix(tmp_path / "x.gguf", IMATRIX)
     reader = gguf.GGUFReader(tmp_path / "x.gguf")
     assert "general.architecture" not in reader.fields
     assert reader.fields["general.type"].contents() == "imatrix"
@@ -83,7 +83,7 @@ def test_the_gguf_imatrix_layout_matches_llama_cpp(tmp_path):
     assert counts.data.flatten().tolist() == [7.0]
 
 
-def by_gguf_py(path, tensors, **keys):
+def write_imatrix_by_gguf_py(path, tensors, **keys):
     """A file as llama-imatrix writes it: numpy arrays by name, which gguf-py lays out."""
     writer = gguf.GGUFWriter(path, "")
     for key, number in keys.items():
@@ -107,7 +107,7 @@ def test_imatrix_entries_of_matrices_and_expert_stacks_are_read(tmp_path):
         "blk.0.ffn_up_exps.weight.in_sum2": [[3, 6], [0, 0], [8, 2]],
         "blk.0.ffn_up_exps.weight.counts": [[3], [0], [4]],
     }
-    by_gguf_py(tmp_path / "x.gguf", tensors)
+    write_imatrix_by_gguf_py(tmp_path / "x.gguf", tensors)
     imatrix = read_imatrix(tmp_path / "x.gguf")
     assert (imatrix.dataset, imatrix.chunks, imatrix.chunk_size) == ("some.txt", 3, 512)
     means = {name: entry.means.tolist() for name, entry in imatrix.entries.items()}
@@ -120,20 +120,22 @@ def test_imatrix_entries_of_matrices_and_expert_stacks_are_read(tmp_path):
 def test_a_split_imatrix_file_is_refused(tmp_path):
     for number, name in enumerate("vw"):
         path = tmp_path / f"x-{number + 1:05}-of-00002.gguf"
-        by_gguf_py(path, {f"{name}.in_sum2": [1], f"{name}.counts": [2]}, no=number, count=2)
+        write_imatrix_by_gguf_py(
+            path, {f"{name}.in_sum2": [1], f"{name}.counts": [2]}, no=number, count=2
+        )
     with pytest.raises(InputError, match="in parts"):
         read_imatrix(tmp_path / "x-00001-of-00002.gguf")
 
 
 @pytest.mark.parametrize("counts", [[3, 4], [[3, 4]], [[3], [4]]])
 def test_imatrix_counts_of_unexpected_shape_are_refused(counts, tmp_path):
-    by_gguf_py(tmp_path / "x.gguf", {"w.in_sum2": [1, 2], "w.counts": counts})
+    write_imatrix_by_gguf_py(tmp_path / "x.gguf", {"w.in_sum2": [1, 2], "w.counts": counts})
     with pytest.raises(InputError, match="sums and counts"):
         read_imatrix(tmp_path / "x.gguf")
 
 
 def test_the_legacy_imatrix_layout_matches_llama_cpp(tmp_path):
-    write_imatrix(tmp_path / "x.dat", FOUND)
+    write_imatrix(tmp_path / "x.dat", IMATRIX)
     data = (tmp_path / "x.dat").read_bytes()
     name = b"blk.0.attn_q.weight"
     head = struct.pack("<ii", 2, len(name)) + name + struct.pack("<ii4f", 3, 4, 1.5, 6.0, 0.0, 24.0)
@@ -143,7 +145,7 @@ def test_the_legacy_imatrix_layout_matches_llama_cpp(tmp_path):
 
 def test_damaged_imatrix_files_are_refused(tmp_path):
     path = tmp_path / "x.dat"
-    write_imatrix(path, FOUND)
+    write_imatrix(path, IMATRIX)
     whole = path.read_bytes()
     for data in (b"", whole[:30], struct.pack("<i", 2**31 - 1), struct.pack("<ii", 1, -5), whole[:-1],
                  whole + b"\0", bytes(4),
@@ -159,7 +161,7 @@ def test_damaged_imatrix_files_are_refused(tmp_path):
     write_imatrix(path, bad)
     with pytest.raises(InputError, match="no mean of squares"):
         read_imatrix(path)
-    write_imatrix(tmp_path / "x.gguf", FOUND)
+    write_imatrix(tmp_path / "x.gguf", IMATRIX)
     data = (tmp_path / "x.gguf").read_bytes().replace(b".counts", b".other_")
     (tmp_path / "x.gguf").write_bytes(data)
     with pytest.raises(InputError, match="sums and counts"):
@@ -173,7 +175,7 @@ def model(tmp_path_factory):
     )
 
 
-def rounded(model, out, settings, **values):
+def quantize_and_read(model, out, settings, **values):
     recipe = Recipe(**{"method": "rtn", "format": "gguf", "type": "Q4_K_M", **values})
     api.quantize(str(model), recipe, out, settings)
     return read_gguf(out)
@@ -191,9 +193,11 @@ def test_imatrix_files_give_nearly_the_blocks_of_their_calibration(model, tmp_pa
     assert torch.equal(q, k)
     assert not torch.equal(q, up)
     known = CalibrationOptions(source="imatrix:x.gguf")
-    with_file = rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
-    calibrated = rounded(model, tmp_path / "b.gguf", Settings(), calibration=TEXT)
-    without = rounded(
+    with_file = quantize_and_read(
+        model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known
+    )
+    calibrated = quantize_and_read(model, tmp_path / "b.gguf", Settings(), calibration=TEXT)
+    without = quantize_and_read(
         model, tmp_path / "c.gguf", Settings(), calibration=CalibrationOptions(source="none")
     )
     assert with_file.value("quantize.imatrix.dataset", str) == "imatrix:x.gguf"
@@ -251,26 +255,26 @@ def test_importance_weighted_errors_do_not_depend_on_strips(
 
 def test_importance_for_another_model_or_method_is_refused(model, tmp_path):
     path = tmp_path / "x.gguf"
-    write_imatrix(path, FOUND)
+    write_imatrix(path, IMATRIX)
     known = CalibrationOptions(source="imatrix:x.gguf")
     with pytest.raises(InputError, match="columns, the weight 256"):
-        rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
+        quantize_and_read(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
     path.unlink()
     write_imatrix(path, Imatrix({"other": WeightImportance(torch.ones(1, 4), 1)}, "", 1, 1))
     with pytest.raises(InputError, match="nothing of it concerns"):
-        rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
+        quantize_and_read(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
     for method, match in (
         ("gptq", "gptq observes more"),
         ("awq+gptq", "awq and gptq observes"),
         ("awq", "awq obs"),
     ):
         with pytest.raises(UsageError, match=match) as caught:
-            rounded(
+            quantize_and_read(
                 model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known, method=method
             )
         assert "the calibration text gives the importance too" in caught.value.hint
     with pytest.raises(UsageError, match="importance is for a search"):
-        rounded(
+        quantize_and_read(
             model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known, scales="absmax"
         )
     assert not (tmp_path / "a.gguf").exists()
@@ -291,7 +295,7 @@ def test_imatrix_with_gptq_is_refused_before_it_is_made(model, tmp_path, capsys)
 def test_imatrix_is_refused_when_nothing_is_rounded(model, tmp_path, capsys, name, options, there):
     path = tmp_path / "new.gguf"
     if there:
-        write_imatrix(path, FOUND)
+        write_imatrix(path, IMATRIX)
     ended = command(
         capsys, "quantize", model, *options, "--imatrix", path, "-o", tmp_path / name, *ROWS
     )
@@ -309,12 +313,12 @@ WIDTHS = {
     "ffn_up": 256,
     "ffn_down": 512,
 }
-KNOWN = Recipe(
+IMATRIX_RECIPE = Recipe(
     format="gguf", type="Q4_K_M", method="rtn", calibration=CalibrationOptions(source="imatrix:x.gguf")
 )  # fmt: skip
 
 
-def of_layers(path, blocks, *others):
+def write_imatrix_of_blocks(path, blocks, *others):
     """Importance of every matrix of so many blocks of `model`, which has 3, and of further names."""
     entries = {name: WeightImportance(torch.ones(1, 4), 7) for name in others}
     for block in range(blocks):
@@ -325,8 +329,8 @@ def of_layers(path, blocks, *others):
 
 
 def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, capsys):
-    path, out = of_layers(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
-    planned = api.plan(model, KNOWN, Settings(imatrix=path)).substitutions
+    path, out = write_imatrix_of_blocks(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
+    planned = api.plan(model, IMATRIX_RECIPE, Settings(imatrix=path)).substitutions
     (event,) = [item for item in planned if item.kind == "importance-incomplete"]
     assert "no importance for 7 of 21 matrices: blk.2." in event.detail
     assert "and 4 more" in event.detail
@@ -346,10 +350,12 @@ def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, caps
 
 
 def test_imatrix_with_more_layers_is_refused_and_unknown_names_noted(model, tmp_path):
-    more = of_layers(tmp_path / "more.gguf", 4)
+    more = write_imatrix_of_blocks(tmp_path / "more.gguf", 4)
     with pytest.raises(InputError, match="importance of 4 layers, the model has 3"):
-        api.plan(model, KNOWN, Settings(imatrix=more))
-    strange = of_layers(tmp_path / "x.gguf", 3, "blk.0.attn_kv_b.weight", "output.weight")
-    planned = api.plan(model, KNOWN, Settings(imatrix=strange))
+        api.plan(model, IMATRIX_RECIPE, Settings(imatrix=more))
+    strange = write_imatrix_of_blocks(
+        tmp_path / "x.gguf", 3, "blk.0.attn_kv_b.weight", "output.weight"
+    )
+    planned = api.plan(model, IMATRIX_RECIPE, Settings(imatrix=strange))
     assert not [item for item in planned.substitutions if item.kind == "importance-incomplete"]
     assert [note for note in planned.notes if "1 of its matrices are of no tensor" in note]

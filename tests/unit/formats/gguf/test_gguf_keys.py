@@ -39,7 +39,7 @@ IDLE = {
 }
 
 
-def whole(name: str, **changes: object) -> dict[str, Any]:
+def complete_config(name: str, **changes: object) -> dict[str, Any]:
     """Return the configuration of a tiny model, with all keys of transformers' class."""
     kind, values = MODELS[name]
     config: dict[str, Any] = {**AutoConfig.for_model(kind, **values).to_dict(), **changes}
@@ -62,7 +62,7 @@ def test_derived_families_do_not_share_a_gguf_declaration() -> None:
     }
 
 
-def outcome(config: Mapping[str, Any]) -> object:
+def translation_or_error(config: Mapping[str, Any]) -> object:
     """Return what becomes of a configuration: what is written of it, or why it is refused."""
     try:
         parameters, declared = translate_parameters(config), architecture_of(config)
@@ -82,14 +82,17 @@ def outcome(config: Mapping[str, Any]) -> object:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_config_key_of_transformers_is_read_or_listed(name: str) -> None:
     """A new key of transformers is not overlooked: it is either read here, or said to change nothing."""
-    config = whole(name)
-    plain = outcome(config)
+    config = complete_config(name)
+    plain = translation_or_error(config)
     assert not isinstance(plain, str), plain
     overlooked = {
         key
         for key, value in config.items()
         if not SKIPPED.fullmatch(key)
-        if all(outcome({**config, key: other}) == plain for other in variants(key, value, config))
+        if all(
+            translation_or_error({**config, key: other}) == plain
+            for other in variants(key, value, config)
+        )
     }
     assert overlooked <= INERT | IDLE.get(name, set())
 
@@ -127,4 +130,4 @@ def test_config_values_no_graph_supports_are_refused_by_name(
     name: str, changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(RefusedError, match=f"{match}.*cannot be carried by a GGUF file"):
-        translate_parameters(whole(name, **changes))
+        translate_parameters(complete_config(name, **changes))

@@ -36,7 +36,7 @@ def read(path: Path, data: bytes, size: int = 0) -> reader.GgufFile:
     return read_gguf(path)
 
 
-def why(path: Path, data: bytes, size: int = 0) -> str:
+def error_message(path: Path, data: bytes, size: int = 0) -> str:
     with pytest.raises(InputError) as caught:
         read(path, data, size)
     return caught.value.message
@@ -51,8 +51,8 @@ def test_a_gguf_file_may_be_empty(path):
     """A header alone, with the padding that writers add to it or without."""
     for size in (24, 32):
         assert read(path, header(0, 0), size).tensors == {}
-    assert "bytes after" in why(path, header(0, 0), 33)
-    assert "does not begin" in why(path, header(0, 0)[:23])
+    assert "bytes after" in error_message(path, header(0, 0), 33)
+    assert "does not begin" in error_message(path, header(0, 0)[:23])
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_a_gguf_file_may_be_empty(path):
 def test_tensor_and_key_counts_are_limited_by_the_file_size(path, tensors, keys, size, refused):
     """The zeros behind the header are a first key or name of no bytes, if it comes to that."""
     message = f"{tensors} tensors in" if tensors else f"{keys} keys in"
-    assert (message in why(path, header(tensors, keys), 24 + size)) == refused
+    assert (message in error_message(path, header(tensors, keys), 24 + size)) == refused
 
 
 def test_the_key_length_limit_is_65535_bytes(path):
     longest = "k" * 65535
     assert list(read(path, header(0, 1) + key(longest, 4, bytes(4))).metadata) == [longest]
-    message = why(path, header(0, 1) + key(longest + "k", 4, bytes(4)))
+    message = error_message(path, header(0, 1) + key(longest + "k", 4, bytes(4)))
     assert "a string of 65536 bytes, 65535 possible" in message
 
 
@@ -82,7 +82,7 @@ def test_an_array_must_fit_into_the_file(path, kind, width):
         return header(0, 1) + key("a", 9, struct.pack("<iQ", kind, count)) + bytes(width * 3)
 
     assert len(read(path, data(3)).value("a", list)) == 3
-    assert f"an array of 4 values in {3 * width} bytes" in why(path, data(4))
+    assert f"an array of 4 values in {3 * width} bytes" in error_message(path, data(4))
 
 
 def test_the_total_of_array_values_is_limited(path, monkeypatch):
@@ -95,7 +95,7 @@ def test_the_total_of_array_values_is_limited(path, monkeypatch):
     gguf_file = read(path, header(0, 2) + b"".join(two))
     assert [len(gguf_file.value(name, list)) for name in "ab"] == [600, 400]
     two[1] = key("b", 9, struct.pack("<iQ", 0, 401)) + bytes(401)
-    assert "'b': an array of 401 values" in why(path, header(0, 2) + b"".join(two))
+    assert "'b': an array of 401 values" in error_message(path, header(0, 2) + b"".join(two))
 
 
 def test_the_gguf_header_size_is_limited(path, monkeypatch):
@@ -104,7 +104,7 @@ def test_the_gguf_header_size_is_limited(path, monkeypatch):
     monkeypatch.setattr(reader, "MAX_HEADER_BYTES", len(data))
     assert read(path, data, len(data) + 7).value("a", str) == "x" * 100
     monkeypatch.setattr(reader, "MAX_HEADER_BYTES", len(data) - 1)
-    assert "100 bytes expected" in why(path, data)
+    assert "100 bytes expected" in error_message(path, data)
 
 
 def test_strings_across_read_chunks_are_read(path, monkeypatch):
@@ -141,18 +141,18 @@ def test_valid_alignments_are_honored(path, alignment):
 @pytest.mark.parametrize("alignment", [4, 24, 1 << 17])
 def test_invalid_alignments_are_refused(path, alignment):
     data = file([info("w", (8,))], [key(ALIGNMENT, 4, struct.pack("<I", alignment))])
-    assert f"general.alignment = {alignment}" in why(path, data)
+    assert f"general.alignment = {alignment}" in error_message(path, data)
 
 
 def test_limits_of_gguf_tensor_sizes(path):
     assert read(path, file([info("w", (2, 1, 2, 4))])).tensors["w"].shape == (4, 2, 1, 2)
     for last, message in (((1 << 48) - 1, "ends at byte"), (1 << 48, "sizes [281474976710656]")):
-        assert message in why(path, file([info("w", (last,), 24)]))
+        assert message in error_message(path, file([info("w", (last,), 24)]))
     for last, message in (
         ((1 << 28) - 1, "ends at byte"),
         (1 << 28, "sizes [268435456, 268435456]"),
     ):
-        assert message in why(path, file([info("w", (1 << 28, last), 24)]))
+        assert message in error_message(path, file([info("w", (1 << 28, last), 24)]))
 
 
 def test_metadata_values_are_checked_against_the_requested_type(path):
@@ -194,7 +194,7 @@ def test_gguf_files_are_recognized_by_their_header(path):
     assert not is_gguf(path.with_name("missing"))
 
 
-def parts(path: Path, *splits: tuple[int, int]) -> Path:
+def write_parts(path: Path, *splits: tuple[int, int]) -> Path:
     """A file for every (``split.no``, ``split.count``), numbered as they come."""
     for n, (number, count) in enumerate(splits):
         keys = {"split.no": u32_value(number), "split.count": u32_value(count)}
@@ -204,10 +204,10 @@ def parts(path: Path, *splits: tuple[int, int]) -> Path:
 
 
 def test_split_gguf_parts_are_checked(path):
-    assert list(read_gguf(parts(path, (0, 1))).tensors) == ["w0"]
+    assert list(read_gguf(write_parts(path, (0, 1))).tensors) == ["w0"]
     for splits in (((0, 2), (0, 2)), ((0, 2), (1, 3))):
         with pytest.raises(InputError, match=r"00002-of-00002.*: says to be another part"):
-            read_gguf(parts(path, *splits))
+            read_gguf(write_parts(path, *splits))
     for count, message in (
         (0, "not named so"),
         (1 << 16, "00002-of-65536"),

@@ -30,7 +30,7 @@ def tensors(
     return [(name, 256) for name in names]
 
 
-def letters(chosen: dict[str, str], layer: str) -> str:
+def type_digits(chosen: dict[str, str], layer: str) -> str:
     """Types of one layer over all blocks: 4 for Q4_K, ... and 0 for Q8_0."""
     types = {name: kind for name, kind in chosen.items() if f".{layer}." in name}
     return "".join(types[name].replace("Q8_0", "0")[1 if types[name] != "Q8_0" else 0]
@@ -39,7 +39,7 @@ def letters(chosen: dict[str, str], layer: str) -> str:
 
 DENSE = ModelShape(layers=16, heads=32, kv_heads=32)
 GROUPED = ModelShape(layers=16, heads=32, kv_heads=8)
-SEEN = ModelShape(layers=16, heads=32, kv_heads=32, importance=True)
+WITH_IMPORTANCE = ModelShape(layers=16, heads=32, kv_heads=32, importance=True)
 # Mixture and shape: values, second MLP matrix, output of attention, over 16 blocks; output matrix.
 TABLE = {
     ("Q2_K", DENSE): ("3" * 16, "3" * 16, "3" * 16, "Q6_K"),
@@ -65,9 +65,9 @@ def test_k_quant_mixtures_assign_the_types_of_llama_cpp(mixture, shape):
     chosen = assign_types(mixture, tensors(16), shape)
     values, down, attention, output = TABLE[mixture, shape]
     base = MIXTURES[mixture][1]
-    assert letters(chosen, "attn_v") == values
-    assert letters(chosen, "ffn_down") == down
-    assert letters(chosen, "attn_output") == attention
+    assert type_digits(chosen, "attn_v") == values
+    assert type_digits(chosen, "ffn_down") == down
+    assert type_digits(chosen, "attn_output") == attention
     assert chosen["output.weight"] == output
     for layer in ("attn_q", "attn_k", "ffn_gate", "ffn_up"):
         assert {kind for name, kind in chosen.items() if layer in name} == {base}
@@ -131,7 +131,7 @@ LATTICES = {
         "Q5_K",
         "IQ3_S",
     ),
-    ("IQ3_XXS", SEEN): (
+    ("IQ3_XXS", WITH_IMPORTANCE): (
         "IQ3_XXS IQ3_XXS IQ3_XXS",
         "IQ3_XXS IQ3_XXS IQ3_XXS",
         "IQ3_S",
@@ -149,7 +149,7 @@ LATTICES = {
         "Q5_K",
         "IQ3_S",
     ),
-    ("IQ3_XS", SEEN): (
+    ("IQ3_XS", WITH_IMPORTANCE): (
         "IQ3_S IQ3_S IQ3_S",
         "IQ3_S IQ3_S IQ3_S",
         "IQ3_S",
@@ -215,9 +215,9 @@ def test_experts_change_iq_mixtures():
 
 def test_mixtures_follow_the_number_of_blocks():
     chosen = assign_types("Q4_K_M", tensors(4), ModelShape(4, 4, 2))
-    assert letters(chosen, "attn_v") == letters(chosen, "ffn_down") == "4466"
+    assert type_digits(chosen, "attn_v") == type_digits(chosen, "ffn_down") == "4466"
     chosen = assign_types("Q4_K_M", tensors(32), ModelShape(32, 32, 8))
-    assert letters(chosen, "ffn_down") == "6666" + "446" * 8 + "6666"
+    assert type_digits(chosen, "ffn_down") == "6666" + "446" * 8 + "6666"
 
 
 def test_a_tied_embedding_gets_the_type_of_the_output_matrix():
@@ -228,28 +228,28 @@ def test_a_tied_embedding_gets_the_type_of_the_output_matrix():
 
 def test_a_fused_qkv_projection_gets_the_type_of_values():
     chosen = assign_types("Q4_K_M", tensors(8, fused=True), ModelShape(8, 32, 32))
-    assert letters(chosen, "attn_qkv") == letters(chosen, "ffn_down") == "64464466"
+    assert type_digits(chosen, "attn_qkv") == type_digits(chosen, "ffn_down") == "64464466"
 
 
 def test_eight_experts_raise_attention_types():
     shape = ModelShape(layers=16, heads=32, kv_heads=8, experts=8)
     chosen = assign_types("Q4_K_M", tensors(16, moe=True), shape)
-    assert letters(chosen, "attn_v") == letters(chosen, "attn_k") == "0" * 16
-    assert letters(chosen, "attn_output") == "5" * 16
-    assert letters(chosen, "ffn_down_exps") == "6644644644644666"
+    assert type_digits(chosen, "attn_v") == type_digits(chosen, "attn_k") == "0" * 16
+    assert type_digits(chosen, "attn_output") == "5" * 16
+    assert type_digits(chosen, "ffn_down_exps") == "6644644644644666"
     four = assign_types("Q4_K_M", tensors(16, moe=True), ModelShape(16, 32, 8, experts=4))
-    assert letters(four, "attn_output") == "4" * 16
+    assert type_digits(four, "attn_output") == "4" * 16
 
 
 def test_70b_models_raise_the_type_of_values():
     chosen = assign_types("Q4_K_M", tensors(80), ModelShape(80, 64, 8))
-    assert set(letters(chosen, "attn_v")) == {"5", "6"}
-    assert set(letters(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 8)), "attn_v")) == {
-        "5"
-    }
-    assert set(letters(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 64)), "attn_v")) == {
-        "3"
-    }
+    assert set(type_digits(chosen, "attn_v")) == {"5", "6"}
+    assert set(
+        type_digits(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 8)), "attn_v")
+    ) == {"5"}
+    assert set(
+        type_digits(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 64)), "attn_v")
+    ) == {"3"}
 
 
 def test_importance_changes_which_layers_are_raised():

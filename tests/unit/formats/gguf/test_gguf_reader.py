@@ -132,7 +132,7 @@ BAD: dict[str, bytes] = {
     "cut in the table": file([ONE])[:30],
     "cut in a key": file([ONE], [key("a" * 40, 4, bytes(4))])[:40],
 }  # fmt: skip
-WHY: dict[str, str] = {
+EXPECTED_MESSAGES: dict[str, str] = {
     "empty": "does not begin like", "7 bytes": "does not begin like", "magic": "does not begin like",
     "version 1": "version 1, only 3", "version 4": "version 4, only 3", "big-endian": "big-endian",
     "2^64-1 keys": "-1 keys in 40 bytes", "2^31 keys": "2147483648 keys in 40",
@@ -181,7 +181,7 @@ def test_damaged_or_hostile_gguf_files_are_refused_at_once(name, tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
     assert caught.value.file == str(path)
     assert str(path) in caught.value.message
-    assert WHY[name] in caught.value.message
+    assert EXPECTED_MESSAGES[name] in caught.value.message
     assert "\x1b" not in caught.value.message
 
 

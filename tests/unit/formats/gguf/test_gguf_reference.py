@@ -31,7 +31,7 @@ def model(tmp_path_factory):
     return gguf_models.make("llama-tied", tmp_path_factory.mktemp("m") / "m", **WIDE)
 
 
-def importance_of(path):
+def random_imatrix(path):
     """Random mean squares for every matrix of the blocks, one for each expert, with columns that nothing reached."""
     generator = torch.Generator().manual_seed(0)
     entries = {}
@@ -62,7 +62,7 @@ def test_reference_scales_give_the_bytes_of_ggml(name, known, tmp_path):
     kind, sizes = MODELS[name]
     source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
     plain = export(source, tmp_path / "plain.gguf", "F32")
-    imatrix = importance_of(plain)
+    imatrix = random_imatrix(plain)
     write_imatrix(tmp_path / "im.gguf", imatrix)
     text = CalibrationOptions(source="imatrix:im.gguf") if known else NO_DATA
     recipe = Recipe(format="gguf", type=kind, scales="reference", calibration=text)

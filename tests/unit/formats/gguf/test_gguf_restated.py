@@ -81,7 +81,7 @@ def test_loaded_gguf_files_compute_the_logits_of_transformers(
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=2e-4)
 
 
-def planted(file: Path, tensor: str) -> Path:
+def copy_with_scaled_tensor(file: Path, tensor: str) -> Path:
     """A copy without a manifest, in which the first quarter of a tensor is scaled."""
     entry, data = read_gguf(file).tensors[tensor], bytearray(file.read_bytes())
     size = max(4, (entry.end - entry.start) // 16 * 4)
@@ -109,7 +109,7 @@ def test_verify_finds_a_scaled_tensor_in_a_gguf_file(
     assert sound.findings == []
     assert sound.unsupported == ""
     for tensor in tensors:
-        findings = verify(planted(file, tensor), source, forward=False).findings
+        findings = verify(copy_with_scaled_tensor(file, tensor), source, forward=False).findings
         assert findings, tensor
         assert all(item.check != "manifest" for item in findings)
 
@@ -126,7 +126,7 @@ def test_verify_and_eval_accept_llama4_gguf_files(
     assert ended.code == 0
 
 
-def changed(file: GgufFile, **values: Any) -> GgufFile:
+def with_changed_keys(file: GgufFile, **values: Any) -> GgufFile:
     """A file with other values of keys of its architecture; None: without them."""
     arch = file.value("general.architecture", str)
     metadata = dict(file.metadata)
@@ -157,7 +157,7 @@ def test_gguf_keys_without_a_configuration_are_refused_by_name(
 ) -> None:  # fmt: skip
     file = read_gguf(export(models(name), tmp_path / "x.gguf", "F32"))
     with pytest.raises(kind, match=message):
-        config_from_keys(changed(file, **values))
+        config_from_keys(with_changed_keys(file, **values))
 
 
 def test_omitted_or_scalar_keys_of_other_converters_are_read(
@@ -166,11 +166,13 @@ def test_omitted_or_scalar_keys_of_other_converters_are_read(
     file = read_gguf(export(models("gemma4-equal"), tmp_path / "x.gguf", "F32"))
     own = config_from_keys(file)
     assert own["final_logit_softcapping"] == 30.0
-    other = changed(file, feed_forward_length=128, attention__shared_kv_layers=None, rope__freq_base_swa=None,
+    other = with_changed_keys(file, feed_forward_length=128, attention__shared_kv_layers=None, rope__freq_base_swa=None,
                     embedding_length_per_layer_input=None, final_logit_softcapping=None)  # fmt: skip
     assert config_from_keys(other) == own
     assert (
-        config_from_keys(changed(file, final_logit_softcapping=0.0))["final_logit_softcapping"]
+        config_from_keys(with_changed_keys(file, final_logit_softcapping=0.0))[
+            "final_logit_softcapping"
+        ]
         is None
     )
 
@@ -196,7 +198,7 @@ def test_fused_gate_up_expert_tensors_are_split(
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
     first = export(models("gemma4-moe"), tmp_path / "x.gguf", kind)
-    second = joined(first, tmp_path / "y.gguf")
+    second = copy_with_fused_experts(first, tmp_path / "y.gguf")
     assert "blk.0.ffn_gate_up_exps.weight" in read_gguf(second).tensors
     separate, other = open_gguf(first), open_gguf(second)
     assert separate.entries.keys() == other.entries.keys()
@@ -219,7 +221,7 @@ def test_expert_stacks_of_unexpected_shape_are_refused(
         _stored_as(replace(entry, shape=shape), names, family_of(config), config)
 
 
-def joined(file: Path, out: Path) -> Path:
+def copy_with_fused_experts(file: Path, out: Path) -> Path:
     """A copy of a file, made by gguf's own writer, with gate and up of experts in one tensor."""
     import gguf
 

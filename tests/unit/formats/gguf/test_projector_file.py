@@ -43,13 +43,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: vision_models.make(name, root / name) for name in NAMES}
 
 
-def written(model: Path, out: Path) -> Path:
+def export_projector(model: Path, out: Path) -> Path:
     """The tower's file beside an exported model."""
     export(model, out, mmproj=True)
     return out.with_name(f"mmproj-{out.stem}-F16.gguf")
 
 
-def known(name: str, family: str) -> str:
+def expected_gguf_name(name: str, family: str) -> str:
     """What gguf's own map calls a tensor of a checkpoint of a family, "" where it has no name for it."""
     module, _, end = name.removeprefix("model.").rpartition(".")
     mapping = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
@@ -81,16 +81,16 @@ def known(name: str, family: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_projector_tensors_have_gguf_names_and_source_values(name, models, tmp_path):
-    file = read_gguf(written(models[name], tmp_path / "x.gguf"))
+    file = read_gguf(export_projector(models[name], tmp_path / "x.gguf"))
     source = open_checkpoint(models[name])
-    stored = {tensor_name: read(entry) for tensor_name, entry in file.tensors.items()}
+    stored = {tensor_name: read_float(entry) for tensor_name, entry in file.tensors.items()}
     left = set(stored)
     for tensor in source.entries:
         family = vision_models.CASES[name].model_type
         if (
             not tensor.startswith(TOWERS)
             or "head." in tensor
-            or not (gguf_name := known(tensor, family))
+            or not (gguf_name := expected_gguf_name(tensor, family))
         ):
             continue
         value = source.read(tensor).float()
@@ -124,7 +124,7 @@ def test_projector_tensors_have_gguf_names_and_source_values(name, models, tmp_p
     assert all(tensor_name.startswith(others) for tensor_name in left), left
 
 
-def read(entry) -> torch.Tensor:
+def read_float(entry) -> torch.Tensor:
     from quantforge.files.safetensors import read_tensor
 
     return read_tensor(entry.raw()).float()
@@ -132,7 +132,7 @@ def read(entry) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_projector_dtypes_and_names_follow_gguf(name, models, tmp_path):
-    file = read_gguf(written(models[name], tmp_path / "x.gguf"))
+    file = read_gguf(export_projector(models[name], tmp_path / "x.gguf"))
     patterns = {
         re.escape(pattern).replace(r"\{bid\}", r"\d+") for pattern in gguf.TENSOR_NAMES.values()
     }
@@ -163,7 +163,7 @@ def test_projector_dtypes_and_names_follow_gguf(name, models, tmp_path):
 def test_image_mean_and_std_come_from_the_processor(models, tmp_path):
     model = changed(models["gemma3"], tmp_path / "m", "config.json")
     (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3]}))
-    file = read_gguf(written(model, tmp_path / "x.gguf"))
+    file = read_gguf(export_projector(model, tmp_path / "x.gguf"))
     assert file.metadata["clip.vision.image_mean"].value == pytest.approx([0.1, 0.2, 0.3])
     assert file.metadata["clip.vision.image_std"].value == [0.5, 0.5, 0.5]
     for key, value in (
@@ -178,19 +178,21 @@ def test_image_mean_and_std_come_from_the_processor(models, tmp_path):
 
 def test_published_tower_tensor_names_are_known(models, tmp_path):
     """Gemma's files hold the tower one module deeper, and transformers has saved all of it below ``model``."""
-    first = written(models["gemma3"], tmp_path / "x.gguf").read_bytes()
+    first = export_projector(models["gemma3"], tmp_path / "x.gguf").read_bytes()
     for old, new in (
         ("vision_tower.", "vision_tower.vision_model."),
         ("vision_tower.", "model.vision_tower."),
     ):
-        model = retold(
+        model = copy_with_changed_tensors(
             models["gemma3"], tmp_path / new, lambda name, old=old, new=new: name.replace(old, new)
         )
-        second = written(model, tmp_path / f"{new}gguf").read_bytes()
+        second = export_projector(model, tmp_path / f"{new}gguf").read_bytes()
         assert second[-5000:] == first[-5000:]
 
 
-def retold(model: Path, path: Path, name, change=lambda tensors: tensors) -> Path:
+def copy_with_changed_tensors(
+    model: Path, path: Path, name, change=lambda tensors: tensors
+) -> Path:
     """A copy of a model whose tensors have other names, or are others."""
     path = changed(model, path, "config.json")
     tensors = {name(key): value for key, value in load_file(path / "model.safetensors").items()}
@@ -198,32 +200,32 @@ def retold(model: Path, path: Path, name, change=lambda tensors: tensors) -> Pat
     return path
 
 
-GONE = "vision_tower.encoder.layers.1.mlp.fc1.weight"
+FC1 = "vision_tower.encoder.layers.1.mlp.fc1.weight"
 CHANGES = {
-    "missing": (lambda t: {k: v for k, v in t.items() if k != GONE}, f"misses {GONE}"),
+    "missing": (lambda t: {k: v for k, v in t.items() if k != FC1}, f"misses {FC1}"),
     "extra": (lambda t: {**t, "vision_tower.extra.weight": torch.zeros(2)}, r"no place for, vision_tower\.extra"),
-    "twice": (lambda t: {**t, f"model.{GONE}": t[GONE].clone()}, f"has twice (model.)?{GONE}"),
-    "another shape": (lambda t: {**t, GONE: torch.zeros(3, 32)}, rf"{GONE}: F32 \[3, 32\]"),
-    "not finite": (lambda t: {**t, GONE: t[GONE] * float("inf")}, GONE),
+    "twice": (lambda t: {**t, f"model.{FC1}": t[FC1].clone()}, f"has twice (model.)?{FC1}"),
+    "another shape": (lambda t: {**t, FC1: torch.zeros(3, 32)}, rf"{FC1}: F32 \[3, 32\]"),
+    "not finite": (lambda t: {**t, FC1: t[FC1] * float("inf")}, FC1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", sorted(CHANGES))
 def test_an_incomplete_tower_is_refused_by_name(what, models, tmp_path):
     change, words = CHANGES[what]
-    model = retold(models["gemma3"], tmp_path / "m", lambda name: name, change)
+    model = copy_with_changed_tensors(models["gemma3"], tmp_path / "m", lambda name: name, change)
     refused(InputError, words, model, tmp_path, mmproj=True)
 
 
 def test_a_tower_value_beyond_float16_is_refused(models, tmp_path):
     def change(tensors):
-        tensors[GONE][0, 0] = 1e6
+        tensors[FC1][0, 0] = 1e6
         return tensors
 
-    model = retold(models["gemma3"], tmp_path / "m", lambda name: name, change)
+    model = copy_with_changed_tensors(models["gemma3"], tmp_path / "m", lambda name: name, change)
     out = tmp_path / "x.gguf"
     with pytest.raises(RefusedError, match="beyond the range of float16"):
-        written(model, out)
+        export_projector(model, out)
     assert not out.exists()
 
 
@@ -301,16 +303,16 @@ def test_infinite_clamp_bounds_are_written_unchanged(models, tmp_path):
         one = "model.vision_tower.encoder.layers.0.mlp.up_proj.input_max"
         return {**tensors, one: torch.tensor(float("inf"))}
 
-    model = retold(models["gemma4"], tmp_path / "m", lambda name: name, change)
-    file = read_gguf(written(model, tmp_path / "x.gguf"))
-    assert read(file.tensors["v.blk.0.ffn_up.input_max"]).item() == float("inf")
-    assert read(file.tensors["v.blk.1.ffn_up.input_max"]).item() == 1.0
+    model = copy_with_changed_tensors(models["gemma4"], tmp_path / "m", lambda name: name, change)
+    file = read_gguf(export_projector(model, tmp_path / "x.gguf"))
+    assert read_float(file.tensors["v.blk.0.ffn_up.input_max"]).item() == float("inf")
+    assert read_float(file.tensors["v.blk.1.ffn_up.input_max"]).item() == 1.0
     assert not verify(tmp_path / "x.gguf", model, forward=False).findings
 
 
 def test_image_processing_differences_of_llama_cpp_are_an_event(models, tmp_path, capsys):
     out = tmp_path / "x.gguf"
-    written(models["llama4"], out)
+    export_projector(models["llama4"], out)
     (event,) = (
         item for item in manifest.read_manifest(out)["events"] if item["kind"] == "tower-differs"
     )
@@ -346,7 +348,7 @@ def test_a_dropped_audio_tower_is_an_event(models, tmp_path):
             "model.embed_audio.embedding_projection.weight": torch.zeros(64, 4),
         }
 
-    model = retold(models["gemma4"], tmp_path / "m", lambda name: name, change)
+    model = copy_with_changed_tensors(models["gemma4"], tmp_path / "m", lambda name: name, change)
     bits = {"scheme": "int8:g32:sym", "calibration": NO_DATA}
     api.quantize(str(model), Recipe(**bits), tmp_path / "q", Settings())
     for source, more in ((model, {"type": "F16"}), (tmp_path / "q", {"allow_inexact": True})):
@@ -365,9 +367,9 @@ def test_a_dropped_audio_tower_is_an_event(models, tmp_path):
 
 def test_the_img_break_embedding_is_stored_with_the_tower(models, tmp_path):
     model = models["mistral3"]
-    file = read_gguf(written(model, tmp_path / "x.gguf"))
+    file = read_gguf(export_projector(model, tmp_path / "x.gguf"))
     embedding = open_checkpoint(model).read("language_model.model.embed_tokens.weight")
-    stored_row = read(file.tensors["v.token_embd.img_break"])
+    stored_row = read_float(file.tensors["v.token_embd.img_break"])
     assert torch.equal(stored_row, embedding[vision_models.BREAK])
     assert not verify(tmp_path / "x.gguf", model, forward=False).findings
     other = changed(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
@@ -397,7 +399,7 @@ def test_models_without_a_supported_vision_tower_are_refused(tmp_path):
     refused(RefusedError, "describes no vision tower", model, tmp_path, mmproj=True)
     other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
     with pytest.raises(RefusedError, match="'llama' is not written") as caught:
-        written(other, tmp_path / "x.gguf")
+        export_projector(other, tmp_path / "x.gguf")
     assert "gemma3, gemma4, llama4, mistral3, qwen2_5_vl, qwen3_vl" in caught.value.hint
 
 
@@ -418,12 +420,12 @@ def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsy
     ended = command(capsys, "plan", model, "--bits", 8, "--mmproj")
     assert ended.code == 2
     assert "add --format gguf" in ended.err
-    announced = Settings(mmproj=True, announce=lambda plan, _: seen(plan))
+    announced = Settings(mmproj=True, announce=lambda plan, _: stop_at_announced_plan(plan))
     with pytest.raises(StopError):
         api.export(str(model), None, tmp_path / "x.gguf", announced, format="gguf", type="F16")
 
 
-def seen(plan):
+def stop_at_announced_plan(plan):
     """Stop where a dry run does, when the plan of an export is told."""
     assert any("--mmproj writes it" in tensor.rule for tensor in plan.tensors)
     raise StopError
@@ -437,7 +439,7 @@ def test_mmproj_is_refused_for_other_formats(models, tmp_path):
 
 def test_the_projector_file_belongs_to_the_manifest_and_is_verified(models, tmp_path):
     out = tmp_path / "x.gguf"
-    tower = written(models["gemma3"], out)
+    tower = export_projector(models["gemma3"], out)
     assert set(manifest.read_manifest(out)["outputs"]) == {out.name, tower.name}
     source = models["gemma3"]
     assert not verify(out, source, forward=False).findings
@@ -461,7 +463,7 @@ def test_the_projector_file_belongs_to_the_manifest_and_is_verified(models, tmp_
 
 def test_reproduce_includes_the_projector_file(models, tmp_path):
     out = tmp_path / "x.gguf"
-    written(models["gemma3"], out)
+    export_projector(models["gemma3"], out)
     again = api.reproduce(out, models["gemma3"])
     assert (again.files, again.differing) == (2, ())
 
@@ -474,13 +476,13 @@ def test_the_tower_of_a_quantized_model_is_written_too(models, tmp_path):
     api.export(
         str(tmp_path / "q"), None, tmp_path / "y.gguf", settings, format="gguf", allow_inexact=True
     )
-    first = written(models["gemma3"], tmp_path / "x.gguf").read_bytes()
+    first = export_projector(models["gemma3"], tmp_path / "x.gguf").read_bytes()
     assert (tmp_path / "mmproj-y-F16.gguf").read_bytes()[-5000:] == first[-5000:]
 
 
 def test_an_earlier_projector_file_is_replaced_and_foreign_kept(models, tmp_path):
     out = tmp_path / "x.gguf"
-    tower = written(models["gemma3"], out)
+    tower = export_projector(models["gemma3"], out)
     export(models["gemma3"], out, "BF16", overwrite=True)
     assert not tower.exists()  # of the earlier result, and not asked for
     tower.write_text("mine")

@@ -40,7 +40,7 @@ def normalizer(*steps: dict[str, Any]) -> Change:
     return lambda it: it.update(normalizer={"type": "Sequence", "normalizers": [*steps]})
 
 
-def cuts(*steps: dict[str, Any]) -> Change:
+def pre_steps(*steps: dict[str, Any]) -> Change:
     return lambda it: it.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps]})
 
 
@@ -85,7 +85,7 @@ TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 
 def metaspace(**values: Any) -> Change:
     step = {"type": "Metaspace", "replacement": "\u2581", **values}
-    return both(root(normalizer=None), cuts(step))
+    return both(root(normalizer=None), pre_steps(step))
 
 
 def piece(text: str) -> Change:
@@ -102,20 +102,20 @@ def repeated(it: dict[str, Any]) -> None:
     it["model"]["merges"].append(it["model"]["merges"][0])
 
 
-def apart(it: dict[str, Any]) -> None:
+def with_merges_apart(it: dict[str, Any]) -> None:
     """Move one of the merges of a piece that has several behind all others."""
     merges = it["model"]["merges"]
     joined = ["".join(pair) for pair in merges]
     merges.append(merges.pop(next(n for n, piece in enumerate(joined) if joined.count(piece) > 1)))
 
 
-def nothing(it: dict[str, Any]) -> None:
+def unchanged(it: dict[str, Any]) -> None:
     del it
 
 
 SAME = {
-    "bytes": Case("gpt-2", nothing),
-    "pieces": Case("pieces", nothing),
+    "bytes": Case("gpt-2", unchanged),
+    "pieces": Case("pieces", unchanged),
     "no steps of normalization": Case("gpt-2", normalizer()),
     "offsets": Case("gpt-2", root(pre_tokenizer={**BYTES, "trim_offsets": False})),
     "unknown token that is never needed": Case("gpt-2", model(unk_token="<s>")),
@@ -136,13 +136,13 @@ SAME = {
     "truncation": Case("gpt-2", root(truncation={
         "max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"})),
     "decoder in a sequence": Case("gpt-2", root(decoder={"type": "Sequence", "decoders": [BYTES]})),
-    "clean_up": Case("gpt-2", nothing, settings={"clean_up_tokenization_spaces": True}),
-    "legacy": Case("gpt-2", nothing, settings={"legacy": False}),
+    "clean_up": Case("gpt-2", unchanged, settings={"clean_up_tokenization_spaces": True}),
+    "legacy": Case("gpt-2", unchanged, settings={"legacy": False}),
     "space before, last": Case("pieces", normalizer(SPACES, PREPEND)),
     "metaspace": Case("pieces", metaspace(prepend_scheme="never", split=False)),
     "metaspace after a space": Case("pieces", both(
         metaspace(prepend_scheme="always", split=False), normalizer(PREPEND, SPACES))),
-    "split at nothing": Case("pieces", cuts(
+    "split at nothing": Case("pieces", pre_steps(
         {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False})),
     "no token for the unknown": Case("pieces", model(unk_token=None, fuse_unk=False)),
 }  # fmt: skip
@@ -168,34 +168,34 @@ EVENTS = {
     "decoder": Case("gpt-2", root(decoder={"type": "Fuse"}), "decoder Fuse"),
     "no decoder": Case("gpt-2", root(decoder=None), "decoder none"),
     "decoder of pieces": Case("pieces", root(decoder={"type": "ByteFallback"}), "decoder ByteFallback"),
-    "space before": Case("gpt-2", nothing, "add_prefix_space", settings={"add_prefix_space": True}),
-    "special tokens as text": Case("gpt-2", nothing, "split_special", settings={"split_special_tokens": True}),
-    "begins by settings": Case("gpt-2", nothing, "add_bos_token = true", settings={"add_bos_token": True}),
-    "ends by settings": Case("pieces", nothing, "add_eos_token = true", settings={"add_eos_token": True}),
+    "space before": Case("gpt-2", unchanged, "add_prefix_space", settings={"add_prefix_space": True}),
+    "special tokens as text": Case("gpt-2", unchanged, "split_special", settings={"split_special_tokens": True}),
+    "begins by settings": Case("gpt-2", unchanged, "add_bos_token = true", settings={"add_bos_token": True}),
+    "ends by settings": Case("pieces", unchanged, "add_eos_token = true", settings={"add_eos_token": True}),
     "does not begin by settings": Case(
         "gpt-2", template(special("<s>"), TEXT), "add_bos_token = false", settings={"add_bos_token": False}),
-    "no end": Case("gpt-2", nothing, "no token that ends a text", settings={"eos_token": None}),
+    "no end": Case("gpt-2", unchanged, "no token that ends a text", settings={"eos_token": None}),
     "metaspace first": Case("pieces", metaspace(prepend_scheme="first", split=False), '"first"', "a<s>b"),
     "metaspace always": Case("pieces", metaspace(prepend_scheme="always", split=False), '"always"', " a"),
-    "ranks apart": Case("pieces", apart, "ranked apart"),
+    "ranks apart": Case("pieces", with_merges_apart, "ranked apart"),
     "ignore_merges": Case("pieces", model(ignore_merges=True), "model.ignore_merges"),
 }  # fmt: skip
 REFUSED = {
     **{kind: Case("gpt-2", normalizer({"type": kind}), f"does {kind}")
        for kind in ("NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel")},
-    "a space before": Case("gpt-2", cuts({**BYTES, "add_prefix_space": True}), "a space before the text"),
-    "no words": Case("gpt-2", cuts({**BYTES, "use_regex": False}), "unknown pre-tokenizer: none"),
+    "a space before": Case("gpt-2", pre_steps({**BYTES, "add_prefix_space": True}), "a space before the text"),
+    "no words": Case("gpt-2", pre_steps({**BYTES, "use_regex": False}), "unknown pre-tokenizer: none"),
     "no bytes": Case("qwen2", lambda it: it["pre_tokenizer"]["pretokenizers"].pop(), "no ByteLevel at the end"),
     "bytes first": Case("qwen2", lambda it: it["pre_tokenizer"]["pretokenizers"].reverse(), "no ByteLevel at the end"),
-    "numbers": Case("gpt-2", cuts({"type": "Digits", "individual_digits": False}, BYTES), "a step 'Digits'"),
-    "punctuation": Case("gpt-2", cuts({"type": "Punctuation", "behavior": "Isolated"}, BYTES), "a step 'Punct"),
+    "numbers": Case("gpt-2", pre_steps({"type": "Digits", "individual_digits": False}, BYTES), "a step 'Digits'"),
+    "punctuation": Case("gpt-2", pre_steps({"type": "Punctuation", "behavior": "Isolated"}, BYTES), "a step 'Punct"),
     "words taken whole": Case("gpt-2", model(ignore_merges=True), "ignore_merges"),
     "prefixes": Case("gpt-2", model(continuing_subword_prefix="##"), "model.continuing_subword_prefix"),
     "suffixes": Case("gpt-2", model(end_of_word_suffix="</w>"), "model.end_of_word_suffix"),
     "spaces stay": Case("pieces", root(normalizer=None), "no step writes spaces"),
     "two spaces before": Case("pieces", normalizer(PREPEND, PREPEND, SPACES), "no step 'Prepend'"),
     "pieces stripped": Case("pieces", normalizer({"type": "Strip"}, SPACES), "no step 'Strip'"),
-    "digits": Case("pieces", cuts({"type": "Digits", "individual_digits": True}), "no step 'Digits'"),
+    "digits": Case("pieces", pre_steps({"type": "Digits", "individual_digits": True}), "no step 'Digits'"),
     "a byte that is no piece": Case("pieces", lambda it: it["model"]["vocab"].pop("<0x41>"), "<0x41> first"),
     "cut at spaces": Case(
         "pieces", both(piece("a\u2581"), lambda it: it["model"]["merges"].append(["a", "\u2581"]),
@@ -203,7 +203,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def made(case: Case, directory: Path) -> dict[str, Any]:
+def write_tokenizer(case: Case, directory: Path) -> dict[str, Any]:
     """Write the tokenizer of a case into a directory that may hold a model; return it."""
     base = (
         gguf_models.sentencepiece_tokenizer(prefix=case.base == "prefix")
@@ -218,19 +218,19 @@ def made(case: Case, directory: Path) -> dict[str, Any]:
     return document
 
 
-def written(case: Case, directory: Path) -> Vocabulary:
-    made(case, directory)
+def write_and_read_vocabulary(case: Case, directory: Path) -> Vocabulary:
+    write_tokenizer(case, directory)
     return vocabulary(directory, ROWS, {})
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_harmless_tokenizer_changes_give_no_event(name: str, tmp_path: Path) -> None:
-    assert written(SAME[name], tmp_path).events == []
+    assert write_and_read_vocabulary(SAME[name], tmp_path).events == []
 
 
 @pytest.mark.parametrize("name", EVENTS)
 def test_tokenizer_differences_of_llama_cpp_are_events(name: str, tmp_path: Path) -> None:
-    events = written(EVENTS[name], tmp_path).events
+    events = write_and_read_vocabulary(EVENTS[name], tmp_path).events
     assert [event.kind for event in events] == ["tokenizer-differs"], events
     assert EVENTS[name].event in events[0].detail
     assert "llama.cpp" in events[0].detail or "keys" in events[0].detail
@@ -241,30 +241,30 @@ def test_tokenizers_that_split_ordinary_text_differently_are_refused(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RefusedError) as refused:
-        written(REFUSED[name], tmp_path)
+        write_and_read_vocabulary(REFUSED[name], tmp_path)
     assert REFUSED[name].event in refused.value.message
 
 
 def test_a_named_pre_tokenizer_makes_a_normalizer_an_event(tmp_path: Path) -> None:
-    made(Case("gpt-2", normalizer({"type": "Lowercase"})), tmp_path)
+    write_tokenizer(Case("gpt-2", normalizer({"type": "Lowercase"})), tmp_path)
     (event,) = vocabulary(tmp_path, ROWS, {}, "gpt-2").events
     assert "normalizer Lowercase" in event.detail
 
 
 def test_more_than_three_eos_ids_are_an_event(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21]}')
-    written_vocabulary = written(SAME["bytes"], tmp_path)
+    written_vocabulary = write_and_read_vocabulary(SAME["bytes"], tmp_path)
     assert [written_vocabulary.special_ids[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
     assert written_vocabulary.events == []
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21, 22]}')
-    (event,) = written(SAME["bytes"], tmp_path).events
+    (event,) = write_and_read_vocabulary(SAME["bytes"], tmp_path).events
     assert "keys for three tokens" in event.detail
 
 
 def test_phi3_names_give_an_event_about_dropped_spaces(tmp_path: Path) -> None:
     names = ["<|endoftext|>", "<unk>", "<|end|>"]
     case = Case("gpt-2", added(*names))
-    made(case, tmp_path)
+    write_tokenizer(case, tmp_path)
     assert vocabulary(tmp_path, ROWS, {}, name="tiny").events == []
     (event,) = vocabulary(tmp_path, ROWS, {}, name="Phi-3-mini").events
     assert "2 added token(s) ('</s>', '<|end|>') no rstrip: llama.cpp drops" in event.detail
@@ -277,7 +277,7 @@ def test_added_tokens_have_the_ids_of_tokenizers(tmp_path: Path) -> None:
         for number, text in ((900, "<x>"), (3, "<y>"), (7, "the"), (901, "<x>"), (5, "")):
             added(text, id=number)(it)
 
-    document = made(Case("gpt-2", numbered), tmp_path)
+    document = write_tokenizer(Case("gpt-2", numbered), tmp_path)
     library = Tokenizer.from_str(json.dumps(document))
     ids = {item["content"]: item["id"] for item in added_tokens(document)}
     assert ids == {text: library.token_to_id(text) for text in ("<s>", "</s>", "<x>", "<y>", "the")}
@@ -294,9 +294,9 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
     }
     named = {"additional_special_tokens": ["e"], "extra_special_tokens": {"image_token": "a"}}
     case = Case(
-        "gpt-2", nothing, settings={"added_tokens_decoder": listed, "unk_token": "t", **named}
+        "gpt-2", unchanged, settings={"added_tokens_decoder": listed, "unk_token": "t", **named}
     )
-    written_vocabulary = written(case, tmp_path)
+    written_vocabulary = write_and_read_vocabulary(case, tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     stock = {
         number: TokenType.CONTROL if item.special_ids else TokenType.USER_DEFINED
@@ -309,8 +309,8 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
     } == stock
     (event,) = written_vocabulary.events
     assert "('</s>') lstrip: llama.cpp keeps spaces" in event.detail
-    (event,) = written(
-        Case("gpt-2", nothing, settings={"extra_special_tokens": ["<x>"]}), tmp_path
+    (event,) = write_and_read_vocabulary(
+        Case("gpt-2", unchanged, settings={"extra_special_tokens": ["<x>"]}), tmp_path
     ).events
     assert "('<x>') that tokenizer.json lacks" in event.detail
 
@@ -336,7 +336,7 @@ def test_tokenizer_events_agree_with_llama_cpp(
     model_directory.mkdir()
     for path in models("llama-tied", vocab_size=ROWS).iterdir():
         (model_directory / path.name).write_bytes(path.read_bytes())
-    library = Tokenizer.from_str(json.dumps(made(case, model_directory)))
+    library = Tokenizer.from_str(json.dumps(write_tokenizer(case, model_directory)))
     library.no_truncation()
     engine = LlamaCpp(export(model_directory, tmp_path / "x.gguf", "F32"), 32)
     if case.event:
