@@ -1,4 +1,4 @@
-"""Models for GGUF files, made when first asked for."""
+"""Session fixtures: models for GGUF files, created on first use."""
 
 from __future__ import annotations
 

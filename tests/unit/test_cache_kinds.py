@@ -1,4 +1,4 @@
-"""Names of caches: one word for both halves, or one for each; what is neither says what would be."""
+"""Names of cache kinds: one word for keys and values, or one each; others are refused with a hint."""
 
 from __future__ import annotations
 

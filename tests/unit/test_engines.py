@@ -1,4 +1,4 @@
-"""What is made for an engine, and what it refuses."""
+"""Defaults and refusals of target engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: TOML there and back, and errors that name the nearest key."""
+"""Recipes round-trip through TOML, and errors name the nearest key."""
 
 from __future__ import annotations
 

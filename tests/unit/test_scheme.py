@@ -1,4 +1,4 @@
-"""The notation of schemes: what is written is read back, and the bits are exact."""
+"""The notation of quantization schemes round-trips, and bits per weight are exact."""
 
 from __future__ import annotations
 

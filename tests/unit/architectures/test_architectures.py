@@ -1,4 +1,4 @@
-"""Matching of good and bad checkpoints, sizes from hostile configurations, and models without weights."""
+"""Matching of tensors with declared and undeclared architectures, and refusal of bad checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that differ in their heads, or have no values or no keys of their own; parts that are left out."""
+"""Gemma 4 and related families: layers with different heads, shared keys and values, and omitted parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder blocks, other towers, norms and convolutions in checkpoints of families that nobody declared."""
+"""Roles of tensors in undeclared families: decoder blocks, other towers, norms and convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a configuration that nothing computes with are refused before weights are rounded without data."""
+"""Invalid configuration values are refused before weights are quantized without data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The card of a result: fields that hubs read, code that runs, and what was done, in sentences."""
+"""The model card of a result: metadata for the hub, runnable loading code and a description of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured figures in a card: they change two parts of it, and nothing else."""
+"""Measured figures in a model card change two sections of it and nothing else."""
 
 from __future__ import annotations
 

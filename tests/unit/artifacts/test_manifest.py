@@ -1,4 +1,4 @@
-"""The manifest: every file and every source with its digest, nothing of the place and time."""
+"""The manifest lists every output and source file with its digest, without paths or times."""
 
 from __future__ import annotations
 

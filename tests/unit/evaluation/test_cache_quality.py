@@ -1,4 +1,4 @@
-"""Quality of caches: figures are those of their definitions, and what has no such cache is refused before any work."""
+"""Quality of quantized KV caches: figures equal their definitions, and unsupported models are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows on which caches are tried: as long as positions and text allow."""
+"""Windows for comparing KV caches are as long as positions and text allow."""
 
 from __future__ import annotations
 

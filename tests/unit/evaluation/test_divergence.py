@@ -1,4 +1,4 @@
-"""Perplexity and divergence equal their definitions, however the logits are cut."""
+"""Perplexity and KL divergence equal their definitions, however the logits are chunked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation: figures equal their definitions, carry their protocol, and are refused when they mean nothing."""
+"""Evaluation: figures equal their definitions, state their protocol, and meaningless ones are refused."""
 
 from __future__ import annotations
 

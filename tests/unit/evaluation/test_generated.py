@@ -1,4 +1,4 @@
-"""What the reference writes itself: its answers, how a model scores along them, and where its own part from them."""
+"""Generated answers: scores along the reference's answers, divergence of a model's own, and block errors."""
 
 from __future__ import annotations
 

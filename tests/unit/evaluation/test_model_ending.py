@@ -1,4 +1,4 @@
-"""Logits of families that have more than a matrix between final hidden states and logits."""
+"""Logits of families with more than one matrix between final hidden states and logits."""
 
 from __future__ import annotations
 

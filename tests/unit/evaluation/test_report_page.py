@@ -1,4 +1,4 @@
-"""The page of an evaluation: what it holds, that it is safe and small, and that it can be read at any width."""
+"""The HTML report of an evaluation: its content, safety, size and layout at any width."""
 
 from __future__ import annotations
 

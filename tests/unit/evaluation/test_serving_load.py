@@ -1,4 +1,4 @@
-"""A stream of requests: the same anywhere, served here or by a server, and its figures by their definitions."""
+"""Request streams: reproducible, served in process or by a server, with figures that equal their definitions."""
 
 from __future__ import annotations
 

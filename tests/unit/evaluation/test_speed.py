@@ -1,4 +1,4 @@
-"""Speed and memory: what is measured is what is said."""
+"""Speed and memory measurements report what was measured."""
 
 from __future__ import annotations
 

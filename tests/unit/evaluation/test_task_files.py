@@ -1,4 +1,4 @@
-"""Task files that would run code are refused before any work, however they would do it."""
+"""Task files that would run code are refused before any work."""
 
 from __future__ import annotations
 

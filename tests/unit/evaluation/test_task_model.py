@@ -1,4 +1,4 @@
-"""What tasks ask of a model equals what transformers computes from all logits, text by text."""
+"""Scores and generations of the task model equal those that transformers computes from all logits."""
 
 from __future__ import annotations
 

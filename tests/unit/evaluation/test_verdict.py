@@ -1,4 +1,4 @@
-"""Verdict: the front, the winners and the words follow from the rows, and say no more than the errors allow."""
+"""Verdict: Pareto front, winners and sentences follow from the rows and respect the measurement errors."""
 
 import pytest
 

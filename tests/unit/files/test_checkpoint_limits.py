@@ -1,4 +1,4 @@
-"""Where exactly the readers of safetensors, of JSON and of an index stop: the last that is read, the first refused."""
+"""Limits of the safetensors, JSON and index readers: the last value accepted and the first refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantforge.files.opener import parse_object, read_object
 from quantforge.files.reader import INDEX_FILE, read_weights
 from quantforge.files.safetensors import read_header, read_rows, read_tensor
 from quantforge_files.roles import FileRole
-from tests.unit.files.test_safetensors import entry, file, one
+from tests.unit.files.test_safetensors import entry, file, one_tensor_header
 
 MB_32 = 33_554_432
 
@@ -48,11 +48,11 @@ def test_the_header_limit_is_32_mb(path: Path) -> None:
 
 
 def test_limits_of_name_length_and_rank(path: Path) -> None:
-    path.write_bytes(file(one("n" * 4096, shape=[1] * 64), b"1234"))
+    path.write_bytes(file(one_tensor_header("n" * 4096, shape=[1] * 64), b"1234"))
     assert read_header(path)["n" * 4096].shape == (1,) * 64
-    path.write_bytes(file(one("n" * 4097), b"1234"))
+    path.write_bytes(file(one_tensor_header("n" * 4097), b"1234"))
     assert "(4097 bytes): expected 1 to 4096 bytes" in header_error(path)
-    path.write_bytes(file(one(shape=[1] * 65), b"1234"))
+    path.write_bytes(file(one_tensor_header(shape=[1] * 65), b"1234"))
     assert "at most 64 sizes" in header_error(path)
 
 
@@ -60,12 +60,12 @@ def test_limits_of_name_length_and_rank(path: Path) -> None:
 def test_bad_tensor_names_are_shown_up_to_80_characters(
     path: Path, size: int, length_note: str
 ) -> None:
-    path.write_bytes(file(one("\n" + "n" * (size - 1)), b"1234"))
+    path.write_bytes(file(one_tensor_header("\n" + "n" * (size - 1)), b"1234"))
     assert rf"tensor name '\n{'n' * 79}'{length_note}: expected" in header_error(path)
 
 
 def test_entry_equality_ignores_the_file_stamp(path: Path) -> None:
-    path.write_bytes(file(one(), b"1234"))
+    path.write_bytes(file(one_tensor_header(), b"1234"))
     first = read_header(path)["a"]
     os.utime(path, ns=(0, 0))
     second = read_header(path)["a"]
@@ -86,15 +86,15 @@ def test_tensors_with_one_or_no_rows_are_read(path: Path) -> None:
 def test_short_preads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, preadv = torch.arange(16, dtype=torch.uint8), os.preadv
     save_file({"w": tensor}, path)
-    found = read_header(path)["w"]
+    tensor_entry = read_header(path)["w"]
     reads = []
 
     def less(descriptor: int, views: list[memoryview], at: int) -> int:
-        reads.append((at - found.start, len(views[0])))
+        reads.append((at - tensor_entry.start, len(views[0])))
         return preadv(descriptor, [views[0][: len(views[0]) // 2 + 1]], at)
 
     monkeypatch.setattr(os, "preadv", less)
-    assert torch.equal(read_tensor(found), tensor)
+    assert torch.equal(read_tensor(tensor_entry), tensor)
     assert reads == [(0, 16), (9, 7), (13, 3), (15, 1)]
 
 
@@ -160,7 +160,7 @@ def test_at_most_20_index_errors_are_listed(tmp_path: Path, count: int, end: str
 def test_a_file_truncated_while_being_read_is_noticed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path.write_bytes(file(one(), b"1234"))
+    path.write_bytes(file(one_tensor_header(), b"1234"))
     tensor = next(iter(read_header(path).values()))
     pread = os.pread
     with monkeypatch.context() as cut:

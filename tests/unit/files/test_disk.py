@@ -1,4 +1,4 @@
-"""What puts bytes on a disk, what an earlier result consists of, and where the files of a result go, one by one."""
+"""Disk operations, files of an earlier result, and publication of new files one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of models: paths win, the cache of the hub is used as it lies on the disk, no network."""
+"""Model names: paths precede the hub cache, which is read from disk without network."""
 
 from __future__ import annotations
 

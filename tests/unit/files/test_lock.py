@@ -1,4 +1,4 @@
-"""Locks that are taken while others begin and end: what a moment shows is not taken for what lies there."""
+"""Locks are safe when processes start, end or are interrupted at the same time."""
 
 from __future__ import annotations
 

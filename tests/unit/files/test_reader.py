@@ -1,4 +1,4 @@
-"""A model directory: configuration, shard index, side files, links. Everything odd is refused."""
+"""Reading a model directory: configuration, shard index, side files and links; malformed input is refused."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_opening_imports_no_torch(sharded: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from quantforge.files import hub, reader, stage, writer\n"
-        f"found = reader.open_checkpoint(Path({str(sharded)!r}))\n"
-        "planned = writer.plan_shards([e.to_stored_tensor() for e in found.entries.values()], 30)\n"
-        "assert len(planned) == 3 and found.dtype == 'BF16'\n"
+        f"checkpoint = reader.open_checkpoint(Path({str(sharded)!r}))\n"
+        "planned = writer.plan_shards([e.to_stored_tensor() for e in checkpoint.entries.values()], 30)\n"
+        "assert len(planned) == 3 and checkpoint.dtype == 'BF16'\n"
         "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & sys.modules.keys()\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

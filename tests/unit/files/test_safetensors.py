@@ -1,4 +1,4 @@
-"""The strict header reader: every malformed file is refused with words that say why."""
+"""The strict safetensors header reader refuses every malformed file with a reason."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4))
     return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": offsets})
 
 
-def one(name: str = "a", **fields: object) -> str:
+def one_tensor_header(name: str = "a", **fields: object) -> str:
     return "{" + json.dumps(name) + ":" + entry(**fields) + "}"
 
 
-ONE_END = 8 + len(one()) + 4  # where the data of `one()` ends
+ONE_END = 8 + len(one_tensor_header()) + 4  # where the data of `one_tensor_header()` ends
 TWO = '{"a":' + entry() + ',"b":' + entry(offsets=(4, 8)) + "}"
 BAD = {
     "empty": (b"", "header of 0 bytes in a file of 0"),
@@ -65,9 +65,12 @@ BAD = {
     "half a surrogate": (file('{"\\ud800":' + entry() + "}", b"1234"), "surrogate"),
     "nested deep": (file('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), "nested deeper than"),
     "nested 65": (file('{"a":' + "[" * 65 + "]" * 65 + "}"), "nested deeper than 64"),
-    "NaN": (file(one(shape=(1,)).replace("[1]", "[NaN]"), b"1234"), "NaN"),
-    "1e400": (file(one().replace("[1]", "[1e400]"), b"1234"), "1e400 is too large"),
-    "huge number": (file(one().replace("[1]", "[" + "9" * 5000 + "]")), "not a 64-bit integer"),
+    "NaN": (file(one_tensor_header(shape=(1,)).replace("[1]", "[NaN]"), b"1234"), "NaN"),
+    "1e400": (file(one_tensor_header().replace("[1]", "[1e400]"), b"1234"), "1e400 is too large"),
+    "huge number": (
+        file(one_tensor_header().replace("[1]", "[" + "9" * 5000 + "]")),
+        "not a 64-bit integer",
+    ),
     "same key, same range": (
         file('{"a":' + entry() + ',"a":' + entry("I32") + "}", b"1234"),
         "the key 'a' occurs twice",
@@ -83,7 +86,7 @@ BAD = {
     "metadata not a table": (file('{"__metadata__":["a"]}'), "not a table of strings"),
     "metadata not strings": (file('{"__metadata__":{"a":1}}'), "not a table of strings"),
     "hole at the front": (
-        file(one(offsets=(4, 8)), b"x" * 8),
+        file(one_tensor_header(offsets=(4, 8)), b"x" * 8),
         f"'a' at byte {ONE_END} leaves a hole after the header, which ends at {ONE_END - 4}",
     ),
     "hole": (
@@ -98,45 +101,54 @@ BAD = {
         file('{"a":' + entry() + ',"b":' + entry() + "}", b"x" * 4),
         "overlaps",
     ),
-    "trailing byte": (file(one(), b"12345"), "1 bytes after tensor 'a'"),
+    "trailing byte": (file(one_tensor_header(), b"12345"), "1 bytes after tensor 'a'"),
     "bytes without tensors": (file("{}", b"1"), "1 bytes after the header"),
-    "truncated by one": (file(one(), b"123"), f"ends at byte {ONE_END} of a file of {ONE_END - 1}"),
-    "too few bytes": (file(one(shape=(2,)), b"1234"), "4 bytes do not hold F32 of shape [2]"),
-    "too many bytes": (file(one("a", dtype="U8"), b"1234"), "do not hold U8"),
+    "truncated by one": (
+        file(one_tensor_header(), b"123"),
+        f"ends at byte {ONE_END} of a file of {ONE_END - 1}",
+    ),
+    "too few bytes": (
+        file(one_tensor_header(shape=(2,)), b"1234"),
+        "4 bytes do not hold F32 of shape [2]",
+    ),
+    "too many bytes": (file(one_tensor_header("a", dtype="U8"), b"1234"), "do not hold U8"),
     "product overflows": (
-        file(one(dtype="U8", shape=[2**62, 2**62], offsets=(0, 0))),
+        file(one_tensor_header(dtype="U8", shape=[2**62, 2**62], offsets=(0, 0))),
         "overflows",
     ),
-    "zero hides an overflow": (file(one(shape=[0, 2**62, 4], offsets=(0, 0))), "overflows"),
+    "zero hides an overflow": (
+        file(one_tensor_header(shape=[0, 2**62, 4], offsets=(0, 0))),
+        "overflows",
+    ),
     "overflow by one byte": (
-        file(one(dtype="U8", shape=[0, 2**62, 2], offsets=(0, 0))),
+        file(one_tensor_header(dtype="U8", shape=[0, 2**62, 2], offsets=(0, 0))),
         "overflows",
     ),
-    "size of 2^63": (file(one(shape=[0, 2**63], offsets=(0, 0))), "not a list"),
-    "rank 2000": (file(one(shape=[1] * 2000), b"1234"), f"at most {MAX_RANK} sizes"),
-    "negative size": (file(one(shape=[-1]), b"1234"), "not a list"),
-    "negative zero": (file(one().replace("[1]", "[-0]")), "-0"),
-    "size 1.0": (file(one(shape=[1.0]), b"1234"), "not a list"),
-    "size true": (file(one(shape=[True]), b"1234"), "not a list"),
-    "size text": (file(one(shape=["1"]), b"1234"), "not a list"),
-    "shape null": (file(one(shape=None), b"1234"), "not a list"),
-    "offsets backwards": (file(one(offsets=[4, 0]), b"1234"), "not [start, end]"),
-    "three offsets": (file(one(offsets=[0, 4, 4]), b"1234"), "not [start, end]"),
-    "negative offset": (file(one(offsets=[-4, 0]), b"1234"), "not [start, end]"),
-    "dtype F33": (file(one(dtype="F33"), b"1234"), "dtype 'F33' is not one of"),
-    "dtype F4": (file(one(dtype="F4"), b"1234"), "dtype 'F4' is not one of"),
-    "dtype a list": (file(one(dtype=["F32"]), b"1234"), "is not one of"),
+    "size of 2^63": (file(one_tensor_header(shape=[0, 2**63], offsets=(0, 0))), "not a list"),
+    "rank 2000": (file(one_tensor_header(shape=[1] * 2000), b"1234"), f"at most {MAX_RANK} sizes"),
+    "negative size": (file(one_tensor_header(shape=[-1]), b"1234"), "not a list"),
+    "negative zero": (file(one_tensor_header().replace("[1]", "[-0]")), "-0"),
+    "size 1.0": (file(one_tensor_header(shape=[1.0]), b"1234"), "not a list"),
+    "size true": (file(one_tensor_header(shape=[True]), b"1234"), "not a list"),
+    "size text": (file(one_tensor_header(shape=["1"]), b"1234"), "not a list"),
+    "shape null": (file(one_tensor_header(shape=None), b"1234"), "not a list"),
+    "offsets backwards": (file(one_tensor_header(offsets=[4, 0]), b"1234"), "not [start, end]"),
+    "three offsets": (file(one_tensor_header(offsets=[0, 4, 4]), b"1234"), "not [start, end]"),
+    "negative offset": (file(one_tensor_header(offsets=[-4, 0]), b"1234"), "not [start, end]"),
+    "dtype F33": (file(one_tensor_header(dtype="F33"), b"1234"), "dtype 'F33' is not one of"),
+    "dtype F4": (file(one_tensor_header(dtype="F4"), b"1234"), "dtype 'F4' is not one of"),
+    "dtype a list": (file(one_tensor_header(dtype=["F32"]), b"1234"), "is not one of"),
     "missing field": (file('{"a":{"dtype":"F32","shape":[1]}}', b"1234"), "exactly dtype"),
     "extra field": (
-        file(one().replace('"shape"', '"x":1,"shape"'), b"1234"),
+        file(one_tensor_header().replace('"shape"', '"x":1,"shape"'), b"1234"),
         "exactly dtype, shape and data_offsets",
     ),
     "entry not a table": (file('{"a":1}'), "exactly dtype"),
-    "no name": (file(one(""), b"1234"), "tensor name ''"),
-    "NUL in a name": (file(one("a\0b"), b"1234"), r"tensor name 'a\x00b'"),
-    "escape in a name": (file(one("\x1b[31mred"), b"1234"), r"'\x1b[31mred'"),
-    "bidi override in a name": (file(one("a\u202eb"), b"1234"), r"\u202e"),
-    "long name": (file(one("n" * (MAX_NAME_BYTES + 1)), b"1234"), "(4097 bytes)"),
+    "no name": (file(one_tensor_header(""), b"1234"), "tensor name ''"),
+    "NUL in a name": (file(one_tensor_header("a\0b"), b"1234"), r"tensor name 'a\x00b'"),
+    "escape in a name": (file(one_tensor_header("\x1b[31mred"), b"1234"), r"'\x1b[31mred'"),
+    "bidi override in a name": (file(one_tensor_header("a\u202eb"), b"1234"), r"\u202e"),
+    "long name": (file(one_tensor_header("n" * (MAX_NAME_BYTES + 1)), b"1234"), "(4097 bytes)"),
     "names equal after NFC": (
         file('{"\u00e9":' + entry() + ',"e\u0301":' + entry(offsets=(4, 8)) + "}", b"x" * 8),
         r"tensor names '\xe9' and 'e\u0301' look the same",
@@ -162,7 +174,7 @@ def test_malformed_files_are_refused(tmp_path: Path, content: bytes, words: str)
 
 def test_header_errors_carry_the_tensor_name(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(file(one("model.norm.weight", dtype="F33"), b"1234"))
+    path.write_bytes(file(one_tensor_header("model.norm.weight", dtype="F33"), b"1234"))
     with pytest.raises(InputError) as caught:
         read_header(path)
     assert caught.value.tensor == "model.norm.weight"
@@ -170,14 +182,16 @@ def test_header_errors_carry_the_tensor_name(tmp_path: Path) -> None:
 
 def test_values_at_the_header_limits_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(file(one("n" * MAX_NAME_BYTES, shape=[1] * MAX_RANK) + "   ", b"1234"))
+    path.write_bytes(
+        file(one_tensor_header("n" * MAX_NAME_BYTES, shape=[1] * MAX_RANK) + "   ", b"1234")
+    )
     entry_found = read_header(path)["n" * MAX_NAME_BYTES]
     assert entry_found.shape == (1,) * MAX_RANK
     assert read_tensor(entry_found).shape == entry_found.shape
     path.write_bytes(file("{}"))
     assert read_header(path) == {}
     largest = [0, 2**63 - 1]
-    path.write_bytes(file(one(dtype="U8", shape=largest, offsets=(0, 0))))
+    path.write_bytes(file(one_tensor_header(dtype="U8", shape=largest, offsets=(0, 0))))
     assert list(read_header(path)["a"].shape) == largest
 
 
@@ -244,7 +258,9 @@ def test_writing_to_a_read_tensor_keeps_the_file(tmp_path: Path) -> None:
 
 
 def test_bool_values_other_than_0_and_1_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(file(one(dtype="BOOL", shape=(4,)), bytes([0, 1, 2, 0])))
+    (tmp_path / "x").write_bytes(
+        file(one_tensor_header(dtype="BOOL", shape=(4,)), bytes([0, 1, 2, 0]))
+    )
     result = read_header(tmp_path / "x")["a"]
     with pytest.raises(InputError, match="neither 0 nor 1") as caught:
         read_tensor(result)

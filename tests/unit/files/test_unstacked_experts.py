@@ -1,4 +1,4 @@
-"""Experts one by one: every matrix is where the stack has it, and is read without the others."""
+"""Unstacked experts: each matrix equals its slice of the stack and is read alone."""
 
 from __future__ import annotations
 

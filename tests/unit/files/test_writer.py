@@ -1,4 +1,4 @@
-"""The writer: exact bytes, sharding, and every misuse of a plan noticed."""
+"""The safetensors writer: exact bytes, sharding, and errors for every misuse of a plan."""
 
 from __future__ import annotations
 

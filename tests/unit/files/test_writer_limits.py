@@ -1,4 +1,4 @@
-"""Where the writer stops, and what it tells of a disk that fails."""
+"""Limits of the safetensors writer and its errors when the disk fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter's configuration says: the numbers of a module, what is promised, what is refused."""
+"""The configuration of a LoRA adapter: numbers per module, listed modules and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters: merged as PEFT merges them, recorded, checked, and refused by name where they do not fit."""
+"""LoRA adapters are merged like PEFT merges them, recorded, verified, and refused if they do not fit."""
 
 from __future__ import annotations
 

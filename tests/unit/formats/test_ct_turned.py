@@ -1,4 +1,4 @@
-"""Matrices that a family holds turned: as the library decodes them on loading, and as they are read back."""
+"""Transposed matrices in compressed-tensors files: decoded by the library and read back."""
 
 from __future__ import annotations
 

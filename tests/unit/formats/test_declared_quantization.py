@@ -1,4 +1,4 @@
-"""Declarations of a quantization: left over, in unusual places, missing, and at odds with the tensors."""
+"""Declarations of a quantization: left over, in unusual places, missing, or contradicting the tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that load a result or do not, as a user reads it in `plan`, `export` and `verify --for`."""
+"""Which engines load a result, as shown by `plan`, `export` and `verify --for`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Files whose values or headers are not legal are refused, and the tensor at fault is named."""
+"""Files with invalid values or headers are refused, naming the tensor at fault."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``config.json`` of each format: the source's keys, the type twice, and a quantization that is spelled out here."""
+"""``config.json`` of each format: source keys, dtype and the declared quantization."""
 
 import json
 import re

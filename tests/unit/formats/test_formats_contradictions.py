@@ -1,4 +1,4 @@
-"""What a configuration says and its tensors deny is refused by name; what it leaves out, or says rightly, is read."""
+"""Configurations that contradict the tensors are refused by name; missing or correct values are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restating a quantized tensor in another format: the same numbers or a refusal, never something near."""
+"""Conversion of a quantized tensor to another format: the same numbers or a refusal."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What every format owes a layer: it announces what it writes, and reads back what it wrote."""
+"""Every format announces the tensors it writes and reads back what it wrote."""
 
 import json
 

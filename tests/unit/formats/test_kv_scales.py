@@ -1,4 +1,4 @@
-"""Scales of the KV cache: found or refused, and the same numbers wherever a cache is rounded."""
+"""KV cache scales: found or refused, and rounded alike in calibration and at runtime."""
 
 from __future__ import annotations
 

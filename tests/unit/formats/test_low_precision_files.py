@@ -1,4 +1,4 @@
-"""Files of bitsandbytes, compressed-tensors, fine-grained fp8 and MLX: what is written is read back, or refused."""
+"""bitsandbytes, compressed-tensors, fp8 and MLX files round-trip, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources in low precision: what is decoded equals what transformers decodes, and is what runs begin with."""
+"""Low-precision sources decode like in transformers and can be quantized."""
 
 from __future__ import annotations
 

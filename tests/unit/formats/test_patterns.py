@@ -1,4 +1,4 @@
-"""Patterns: no expression takes for ever, alone or with others, and what is quick is never refused."""
+"""Module name patterns: slow expressions are refused, alone or together; fast ones never are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of activations with weights of the tokens."""
+"""Sums of activation statistics with token weights."""
 
 from __future__ import annotations
 

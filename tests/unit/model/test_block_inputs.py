@@ -1,4 +1,4 @@
-"""Rows that pass blocks of which later ones read the output again are computed as the model computes them."""
+"""Replayed inputs of blocks that read earlier outputs equal those of the model."""
 
 from __future__ import annotations
 

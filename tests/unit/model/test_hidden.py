@@ -1,4 +1,4 @@
-"""Hidden states on disk: exact, unnamed, and a typed error when there is no room."""
+"""Hidden states on disk: exact, in unnamed files, with a typed error when space is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of structures come back from disk as they were, and the room of forgotten ones is used again."""
+"""Tensors of nested structures are stored on disk exactly, and freed space is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models without weights: what transformers builds of a configuration, and what it refuses."""
+"""Models without weights: what transformers builds from a configuration, and what is refused."""
 
 from __future__ import annotations
 

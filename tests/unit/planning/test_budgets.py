@@ -1,4 +1,4 @@
-"""Budgets: the knapsack against trying all choices; sizes as people write them; rules that mean the linears meant."""
+"""Size budgets: the knapsack against exhaustive search, and patterns that match exactly their linears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and speed of a result in use: worked examples, and what caches of this runtime and of transformers hold."""
+"""Memory and speed forecasts: worked examples, and cache sizes of this runtime and of transformers."""
 
 from __future__ import annotations
 

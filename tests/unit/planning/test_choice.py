@@ -1,4 +1,4 @@
-"""One order of decision, whatever a format calls the form of a tensor."""
+"""The order of ignores, rules, options and defaults is the same in every format."""
 
 from __future__ import annotations
 

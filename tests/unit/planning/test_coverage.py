@@ -1,4 +1,4 @@
-"""What of a model is quantized is said; experts that stay, routers and families that do not load are no secret."""
+"""Coverage of a plan: unquantized experts, routers and families that engines do not load are reported."""
 
 from __future__ import annotations
 

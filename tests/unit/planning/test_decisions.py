@@ -1,4 +1,4 @@
-"""Decisions of plans: all are shown before the work, alike ones of several plans together."""
+"""Decisions of plans are shown before the work, equal ones of several plans once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Effort: what a level sets, leaves alone, and leaves out with a reason; planning again sets nothing more."""
+"""Effort levels: what each sets, keeps and omits with a reason; planning again changes nothing."""
 
 from __future__ import annotations
 

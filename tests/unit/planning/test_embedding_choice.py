@@ -1,4 +1,4 @@
-"""Embedding and head: their share is told, and with few bits they are rounded where nothing is lost by that."""
+"""Embedding and head: their share is reported, and they are quantized where no engine is lost."""
 
 from __future__ import annotations
 

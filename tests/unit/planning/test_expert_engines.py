@@ -1,4 +1,4 @@
-"""Whether transformers joins packed experts: what was tried with 5.23 and loads is said to load, and nothing else."""
+"""Verdicts on packed experts in transformers follow what was tried with version 5.23."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that are no set are refused by name, whether a family is declared or not."""
+"""Incomplete sets of experts are refused by name, in declared and undeclared families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The method where none is asked for: what measured best, or plain rounding with the reason, in the recipe too."""
+"""The default method: the best measured one, or rtn with a reason; it is recorded in the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result is called when nobody names it, and what its name decides."""
+"""Default names of results, and what an output name decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not reach a result is said: by the plan, at the end of a run, and in its manifest."""
+"""Files and keys that are not copied are reported by plan, run and manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning from headers: every tensor accounted for, exact bytes, substitutions, ties, and little time."""
+"""Plans from headers: complete tensor lists, exact bytes, substitutions, ties and speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Release files: what they may say, and what is refused from the file alone."""
+"""Release files: accepted content, and errors found from the file alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns: what they mean, how far they reach, and that a typo is never silent."""
+"""Rule patterns: meaning, reach, and errors for patterns that match nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of a run: what is counted, by shapes alone, also for models of a trillion weights."""
+"""Estimated work of a run from shapes alone, also for models of a trillion weights."""
 
 from __future__ import annotations
 

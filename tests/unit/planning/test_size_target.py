@@ -1,4 +1,4 @@
-"""Sizes as people type them for an allocation, and what they leave for the linears."""
+"""Size targets of an allocation, as users type them."""
 
 from __future__ import annotations
 

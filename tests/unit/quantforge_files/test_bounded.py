@@ -1,4 +1,4 @@
-"""Bounded time and memory: what is refused before objects are built; the largest real files times four are read."""
+"""Bounded time and memory: hostile files are refused early, and files of four times real size are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one way to open a file: what it refuses, and that it reads no more than it may."""
+"""The file opener: what it refuses, and its limits on reading."""
 
 from __future__ import annotations
 

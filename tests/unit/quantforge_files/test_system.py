@@ -1,4 +1,4 @@
-"""Calls that Linux and macOS offer differently; those of macOS are stood in for here."""
+"""System calls that differ between Linux and macOS, with those of macOS replaced by fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a GGUF file, as the format's description has them, and where the data of its tensors goes."""
+"""The bytes of a GGUF header and the placement of tensor data follow the specification."""
 
 from __future__ import annotations
 

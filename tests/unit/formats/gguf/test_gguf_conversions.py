@@ -1,4 +1,4 @@
-"""From artifacts to GGUF files and back, and from one file to another."""
+"""Conversions from artifacts to GGUF and back, and between GGUF files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that config.json leaves out: a GGUF file gets what transformers computes with."""
+"""Missing config.json keys: a GGUF file gets the defaults of transformers."""
 
 from __future__ import annotations
 

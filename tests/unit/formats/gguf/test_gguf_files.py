@@ -1,4 +1,4 @@
-"""What is written to a GGUF file, and read from it: tensors, keys, parts."""
+"""Content of GGUF files: tensors, metadata keys, split parts and side files."""
 
 from __future__ import annotations
 

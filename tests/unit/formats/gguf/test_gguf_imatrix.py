@@ -1,4 +1,4 @@
-"""Importance matrices: llama.cpp's two forms, made from our own calibration pass and used instead of it."""
+"""Importance matrices: both file layouts of llama.cpp, written from calibration and used instead of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are there already, runs that are interrupted, disks that are full."""
+"""GGUF exports with existing files, interruptions and full disks."""
 
 from __future__ import annotations
 

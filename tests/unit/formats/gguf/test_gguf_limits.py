@@ -1,4 +1,4 @@
-"""Where exactly the strict reader of GGUF stops: the last value that is read, and the first that is refused."""
+"""Limits of the strict GGUF reader: the last value accepted and the first refused."""
 
 from __future__ import annotations
 

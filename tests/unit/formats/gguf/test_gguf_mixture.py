@@ -1,4 +1,4 @@
-"""Types of tensors against tables that were written down from llama.cpp's own quantizer."""
+"""Types of GGUF mixtures equal tables taken from llama.cpp's quantizer."""
 
 from __future__ import annotations
 

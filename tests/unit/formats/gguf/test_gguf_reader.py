@@ -1,4 +1,4 @@
-"""The strict reader: hostile headers end in one typed error, at once; what is accepted, gguf-py reads alike."""
+"""The strict GGUF reader refuses hostile files at once, and reads the others like gguf-py."""
 
 from __future__ import annotations
 
@@ -314,14 +314,14 @@ def test_files_written_by_gguf_py_are_read(tmp_path):
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 600))
-def test_damaged_files_are_refused_or_read_like_gguf_py(place, value, cut, tmp_path_factory):
+@given(position=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 600))
+def test_damaged_files_are_refused_or_read_like_gguf_py(position, value, cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
     keys = {"general.architecture": string_value("llama"), "n": u32_value(5), "b": bool_value(True),
             "t": array_value(ValueType.STRING, ["a", "bc"])}  # fmt: skip
     write(path, keys, [GgufTensor("w", "F32", (2, 16)), GgufTensor("q", "Q8_0", (2, 32))])
     data = bytearray(path.read_bytes())
-    data[place % len(data)] = value
+    data[position % len(data)] = value
     path.write_bytes(bytes(data[: len(data) - cut] if cut < 64 else data))
     try:
         gguf_file = read_gguf(path)

@@ -1,4 +1,4 @@
-"""``--scales reference``: files with the blocks that llama.cpp's own quantizer makes of the same weights."""
+"""``--scales reference`` writes the same blocks as llama.cpp's own quantizer."""
 
 import numpy
 import pytest

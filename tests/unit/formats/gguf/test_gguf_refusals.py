@@ -1,4 +1,4 @@
-"""What is not written to GGUF is refused before a byte is written, and says why."""
+"""Models that GGUF cannot represent are refused with a reason before a byte is written."""
 
 from __future__ import annotations
 

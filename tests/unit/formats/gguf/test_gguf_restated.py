@@ -1,4 +1,4 @@
-"""Files of families whose own file says what their keys mean: read, computed with, and held to their sources."""
+"""GGUF files of Gemma 4 and Llama 4: read, computed with, and verified against their sources."""
 
 from __future__ import annotations
 

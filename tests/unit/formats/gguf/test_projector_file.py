@@ -1,4 +1,4 @@
-"""The file of a vision tower: names, values and keys as llama.cpp reads them, and what is refused."""
+"""The GGUF file of a vision tower: tensor names, values and keys as llama.cpp reads them, and refusals."""
 
 from __future__ import annotations
 

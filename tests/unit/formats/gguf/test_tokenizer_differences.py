@@ -1,4 +1,4 @@
-"""Whatever a tokenizer says becomes the same tokens in llama.cpp, an event that names it, or a refusal."""
+"""Every tokenizer setting gives the same tokens in llama.cpp, an event that names it, or a refusal."""
 
 from __future__ import annotations
 
