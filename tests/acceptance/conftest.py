@@ -30,11 +30,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
     @cache
     def make(name: str) -> Path:
-        place = tmp_path_factory.mktemp("models") / name
+        directory = tmp_path_factory.mktemp("models") / name
         if name == "demo":
-            assert command("demo", place).code == 0
-            return place
-        return models.save(name, place)
+            assert command("demo", directory).code == 0
+            return directory
+        return models.save(name, directory)
 
     return make
 
@@ -45,11 +45,11 @@ def make(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Make:
 
     @cache
     def once(verb: str, source: str | Path, *words: str) -> Made:
-        place = tmp_path_factory.mktemp("made") / f"result{_suffix(words)}"
-        found = model(source) if isinstance(source, str) else source
-        ended = command(verb, found, words, "-o", place, "--json")
+        output = tmp_path_factory.mktemp("made") / f"result{_suffix(words)}"
+        source_path = model(source) if isinstance(source, str) else source
+        ended = command(verb, source_path, words, "-o", output, "--json")
         assert ended.code == 0, ended.err
-        return Made(place, ended.document)
+        return Made(output, ended.document)
 
     def made(verb: str, source: str | Path, *options: object) -> Made:
         return once(verb, source, *typed(*options))
@@ -66,13 +66,13 @@ def copied(tmp_path: Path) -> Copy:
     """Return a function that copies a model or a result to a place where it may be damaged."""
 
     def copy(path: Path) -> Path:
-        place = tmp_path / f"copy-{len([*tmp_path.iterdir()])}"
+        target = tmp_path / f"copy-{len([*tmp_path.iterdir()])}"
         if path.is_dir():
-            return Path(shutil.copytree(path, place))
-        place.mkdir()
+            return Path(shutil.copytree(path, target))
+        target.mkdir()
         for file in path.parent.glob(f"{path.name}*"):
-            shutil.copy(file, place)
-        return place / path.name
+            shutil.copy(file, target)
+        return target / path.name
 
     return copy
 
@@ -87,8 +87,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         return started[-1]
 
     yield run
-    for one in started:
-        one.kill()
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +104,6 @@ def adapter(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
-    place = tmp_path_factory.mktemp("adapter") / "lora"
-    wrapped.save_pretrained(place)
-    return place
+    directory = tmp_path_factory.mktemp("adapter") / "lora"
+    wrapped.save_pretrained(directory)
+    return directory

@@ -30,12 +30,12 @@ def decode(result: Path) -> Tensors:
     stored, settings = tensors(result), config(result)
     if "quantization" in settings:
         return _mlx(stored, settings["quantization"])
-    stated = settings["quantization_config"]
-    kind: dict[str, Any] = {
+    quantization = settings["quantization_config"]
+    decoders: dict[str, Any] = {
         "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "bitsandbytes": _bitsandbytes, "fp8": _fp8,
     }  # fmt: skip
-    found: Tensors = kind[stated["quant_method"]](stored, stated)
-    return found
+    weights: Tensors = decoders[quantization["quant_method"]](stored, quantization)
+    return weights
 
 
 def _modules(stored: Tensors, suffix: str) -> list[str]:
@@ -45,8 +45,8 @@ def _modules(stored: Tensors, suffix: str) -> list[str]:
 def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Fields of int32 words along the last dimension, the lowest first."""
     shifts = torch.arange(0, 32, bits)
-    found = (words.long()[..., None] & 0xFFFFFFFF) >> shifts & (2**bits - 1)
-    return found.flatten(-2)
+    fields = (words.long()[..., None] & 0xFFFFFFFF) >> shifts & (2**bits - 1)
+    return fields.flatten(-2)
 
 
 def _by_group(
@@ -58,18 +58,18 @@ def _by_group(
     return (codes.float() - zeros) * scales.float().repeat_interleave(width, 1)
 
 
-def _compressed(stored: Tensors, stated: Any) -> Tensors:
-    found = {}
+def _compressed(stored: Tensors, settings: Any) -> Tensors:
+    weights = {}
     for name in _modules(stored, ".weight_packed"):
         packed = stored[f"{name}.weight_packed"]
         if f"{name}.weight_global_scale" in stored:  # nvfp4
             codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
             values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
             scales = stored[f"{name}.weight_scale"].float() / stored[f"{name}.weight_global_scale"]
-            found[name] = _by_group(values, scales, 0.0)
+            weights[name] = _by_group(values, scales, 0.0)
             continue
         rows, columns = stored[f"{name}.weight_shape"].tolist()
-        (bits,) = {group["weights"]["num_bits"] for group in stated["config_groups"].values()}
+        (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
         if 32 % bits:  # fields that cross words
             stream = _fields(packed, 1)[:, : columns * bits].reshape(rows, columns, bits)
             codes = (stream << torch.arange(bits)).sum(-1)
@@ -79,12 +79,12 @@ def _compressed(stored: Tensors, stated: Any) -> Tensors:
         if f"{name}.weight_zero_point" in stored:
             packed_zeros = stored[f"{name}.weight_zero_point"]  # along the rows
             zeros = _fields(packed_zeros.T.contiguous(), bits)[:, :rows].T.float()
-        found[name] = _by_group(codes, stored[f"{name}.weight_scale"], zeros)
+        weights[name] = _by_group(codes, stored[f"{name}.weight_scale"], zeros)
     for name in _modules(stored, ".weight_scale"):
         weight = stored.get(f"{name}.weight")
-        if weight is not None and name not in found:
-            found[name] = weight.float() * _spread(stored[f"{name}.weight_scale"], weight.shape)
-    return found
+        if weight is not None and name not in weights:
+            weights[name] = weight.float() * _spread(stored[f"{name}.weight_scale"], weight.shape)
+    return weights
 
 
 def _spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -96,22 +96,22 @@ def _spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return scales.expand(shape)
 
 
-def _gptq(stored: Tensors, stated: Any) -> Tensors:
-    bits, found = stated["bits"], {}
+def _gptq(stored: Tensors, settings: Any) -> Tensors:
+    bits, weights = settings["bits"], {}
     for name in _modules(stored, ".qweight"):
         codes = _fields(stored[f"{name}.qweight"].T.contiguous(), bits)  # [out, in]
         zeros = _fields(stored[f"{name}.qzeros"], bits).T.float()  # [out, groups]
-        if stated.get("checkpoint_format") != "gptq_v2":
+        if settings.get("checkpoint_format") != "gptq_v2":
             zeros = zeros + 1  # the first version stores them less one
         index = stored[f"{name}.g_idx"].long()
         scales = stored[f"{name}.scales"].T.float()
-        found[name] = (codes - zeros[:, index]) * scales[:, index]
-    return found
+        weights[name] = (codes - zeros[:, index]) * scales[:, index]
+    return weights
 
 
-def _awq(stored: Tensors, stated: Any) -> Tensors:
+def _awq(stored: Tensors, settings: Any) -> Tensors:
     order = torch.tensor(AWQ_ORDER)
-    found = {}
+    weights = {}
     for name in _modules(stored, ".qweight"):
 
         def columns(words: torch.Tensor) -> torch.Tensor:
@@ -122,14 +122,14 @@ def _awq(stored: Tensors, stated: Any) -> Tensors:
 
         codes = columns(stored[f"{name}.qweight"]).T  # [out, in]
         zeros = columns(stored[f"{name}.qzeros"]).T.float()
-        found[name] = _by_group(codes, stored[f"{name}.scales"].T, zeros)
-    return found
+        weights[name] = _by_group(codes, stored[f"{name}.scales"].T, zeros)
+    return weights
 
 
-def _bitsandbytes(stored: Tensors, stated: Any) -> Tensors:
-    found = {}
+def _bitsandbytes(stored: Tensors, settings: Any) -> Tensors:
+    weights = {}
     for name in _modules(stored, ".SCB"):
-        found[name] = stored[f"{name}.weight"].float() * stored[f"{name}.SCB"][:, None] / 127
+        weights[name] = stored[f"{name}.weight"].float() * stored[f"{name}.SCB"][:, None] / 127
     for name in _modules(stored, ".weight.absmax"):
         (state,) = (key for key in stored if key.startswith(f"{name}.weight.quant_state."))
         details = json.loads(bytes(stored[state].tolist()))
@@ -143,11 +143,11 @@ def _bitsandbytes(stored: Tensors, stated: Any) -> Tensors:
                 details["nested_blocksize"]
             )
             scales = nested * blocks[: len(nested)] + details["nested_offset"]
-        found[name] = (values * scales[:, None]).reshape(details["shape"])
-    return found
+        weights[name] = (values * scales[:, None]).reshape(details["shape"])
+    return weights
 
 
-def _fp8(stored: Tensors, stated: Any) -> Tensors:
+def _fp8(stored: Tensors, settings: Any) -> Tensors:
     return {
         name: stored[f"{name}.weight"].float()
         * _spread(stored[f"{name}.weight_scale_inv"], stored[f"{name}.weight"].shape)
@@ -155,17 +155,17 @@ def _fp8(stored: Tensors, stated: Any) -> Tensors:
     }
 
 
-def _mlx(stored: Tensors, stated: Any) -> Tensors:
-    found = {}
+def _mlx(stored: Tensors, settings: Any) -> Tensors:
+    weights = {}
     for name in _modules(stored, ".scales"):
-        own = stated.get(name, stated)
+        layer_settings = settings.get(name, settings)
         scales, biases = stored[f"{name}.scales"].float(), stored[f"{name}.biases"].float()
-        codes = _fields(stored[f"{name}.weight"].to(torch.int64), own["bits"]).float()
-        width = own["group_size"]
-        found[name] = codes * scales.repeat_interleave(width, 1) + biases.repeat_interleave(
+        codes = _fields(stored[f"{name}.weight"].to(torch.int64), layer_settings["bits"]).float()
+        width = layer_settings["group_size"]
+        weights[name] = codes * scales.repeat_interleave(width, 1) + biases.repeat_interleave(
             width, 1
         )
-    return found
+    return weights
 
 
 PARTS = {
@@ -180,21 +180,21 @@ def _gguf(file: Path) -> Tensors:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    reader, found = GGUFReader(file), {}
+    reader, weights = GGUFReader(file), {}
     heads = {
         "attn_q": int(reader.fields["llama.attention.head_count"].contents()),
         "attn_k": int(reader.fields["llama.attention.head_count_kv"].contents()),
     }
     for tensor in reader.tensors:
-        place = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
-        if place is None or place[2] not in PARTS:
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
+        if match is None or match[2] not in PARTS:
             continue
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
-        if place[2] in heads:  # llama.cpp holds the two halves of a head's rows in turns
-            count = heads[place[2]]
+        if match[2] in heads:  # llama.cpp holds the two halves of a head's rows in turns
+            count = heads[match[2]]
             values = values.reshape(count, -1, 2, values.shape[1]).transpose(1, 2).flatten(0, 2)
-        found[f"model.layers.{place[1]}.{PARTS[place[2]]}"] = values
-    return found
+        weights[f"model.layers.{match[1]}.{PARTS[match[2]]}"] = values
+    return weights
 
 
 def gguf_types(file: Path) -> dict[str, str]:

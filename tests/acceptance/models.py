@@ -86,17 +86,17 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator([*TEXT, "def f(x): return x"], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    bpe.train_from_iterator([*TEXT, "def f(x): return x"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     return fast
 
@@ -113,16 +113,16 @@ def fill(model: torch.nn.Module) -> None:
             parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
-def save(name: str, place: Path, **changes: Any) -> Path:
+def save(name: str, directory: Path, **changes: Any) -> Path:
     """Make a model of `MODELS` in a directory; ``changes`` are of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind, values, dtype = MODELS[name]
+    model_type, values, dtype = MODELS[name]
     auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     model = auto.from_config(
-        AutoConfig.for_model(kind, **{**values, **changes}), dtype=torch.float32
+        AutoConfig.for_model(model_type, **{**values, **changes}), dtype=torch.float32
     )
     fill(model)
-    model.to(getattr(torch, dtype)).save_pretrained(place)
-    tokenizer().save_pretrained(place)
-    return place
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory

@@ -66,7 +66,7 @@ class Ended:
     @property
     def findings(self) -> set[tuple[str, str]]:
         """Check and severity of what `verify --json` found."""
-        return {(found["check"], found["severity"]) for found in self.document["findings"]}
+        return {(finding["check"], finding["severity"]) for finding in self.document["findings"]}
 
 
 def typed(*arguments: object) -> list[str]:
@@ -95,9 +95,9 @@ def document(*arguments: object, cwd: Path | None = None, code: int = 0) -> Any:
     """Run the command with ``--json``, and return the document after it ended with ``code``."""
     ended = command(*arguments, "--json", cwd=cwd)
     assert ended.code == code, ended.err
-    found = ended.document
-    assert found["schema"].startswith("quantforge.")
-    return found
+    result = ended.document
+    assert result["schema"].startswith("quantforge.")
+    return result
 
 
 def refusal(code: int, *arguments: object, cwd: Path | None = None) -> str:
@@ -112,15 +112,15 @@ def refusal(code: int, *arguments: object, cwd: Path | None = None) -> str:
 
 @contextmanager
 def _as_typed(arguments: tuple[object, ...], cwd: Path | None, stdin: str) -> Iterator[None]:
-    place, before, piped = Path.cwd(), sys.argv, sys.stdin
+    directory, before, piped = Path.cwd(), sys.argv, sys.stdin
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     sys.argv = ["quantforge", *typed(*arguments)]
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")
-    os.chdir(cwd or place)
+    os.chdir(cwd or directory)
     try:
         yield
     finally:
-        os.chdir(place)
+        os.chdir(directory)
         sys.argv, sys.stdin = before, piped
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -137,9 +137,9 @@ def _run() -> int:
 class Running:
     """The command in a forked process, which has imported what this one has."""
 
-    def __init__(self, place: Path, *arguments: object, cwd: Path | None = None) -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        self._files = place / "stdout", place / "stderr"
+    def __init__(self, directory: Path, *arguments: object, cwd: Path | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._files = directory / "stdout", directory / "stderr"
         for file in self._files:
             file.write_bytes(b"")
         self.pid = os.fork()
@@ -223,11 +223,11 @@ def ask(url: str, body: object = None, **headers: str) -> tuple[int, Any]:
 # ---- what was made
 
 
-def digests(place: Path) -> dict[str, str]:
+def digests(root: Path) -> dict[str, str]:
     """SHA-256 of every file of a directory by its relative name, of a file by its own."""
-    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    files = [root] if root.is_file() else sorted(root.rglob("*"))
     return {
-        path.name if path == place else str(path.relative_to(place)): digest(path)
+        path.name if path == root else str(path.relative_to(root)): digest(path)
         for path in files
         if path.is_file()
     }
@@ -243,21 +243,21 @@ def config(model: Path) -> Any:
 
 def tensors(model: Path) -> dict[str, torch.Tensor]:
     """All tensors of a directory, or of a file, of safetensors."""
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for path in [model] if model.is_file() else sorted(model.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    return found
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return weights
 
 
 def manifest(out: Path) -> Any:
     """The manifest of a result."""
-    place = out / "quantforge.manifest.json" if out.is_dir() else Path(f"{out}.quantforge.json")
-    return json.loads(place.read_text())
+    path = out / "quantforge.manifest.json" if out.is_dir() else Path(f"{out}.quantforge.json")
+    return json.loads(path.read_text())
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 # ---- what the fixtures return

@@ -35,11 +35,11 @@ def result(make: Make) -> Any:
 
 
 def test_demo_copies_a_model_and_a_text(tmp_path: Path) -> None:
-    made = document("demo", tmp_path / "demo")
-    assert made["schema"] == "quantforge.demo/1"
-    place = Path(made["path"])
-    assert (place / "model.safetensors").stat().st_size > 8_000_000
-    assert len((place / "evaluation.txt").read_text()) > 1000
+    demo = document("demo", tmp_path / "demo")
+    assert demo["schema"] == "quantforge.demo/1"
+    directory = Path(demo["path"])
+    assert (directory / "model.safetensors").stat().st_size > 8_000_000
+    assert len((directory / "evaluation.txt").read_text()) > 1000
     assert command("demo", tmp_path / "demo").code == 4  # what exists is kept
 
 
@@ -53,18 +53,18 @@ def test_plan_and_quantize_agree(model: Model, result: Any) -> None:
 
 
 def test_export_converts_a_result_to_gguf(make: Make, result: Any) -> None:
-    made = make("export", result.path, "--format gguf")
-    assert made.document["verdict"] == "exact but for the embedding"
-    assert made.path.read_bytes()[:4] == b"GGUF"
+    exported = make("export", result.path, "--format gguf")
+    assert exported.document["verdict"] == "exact but for the embedding"
+    assert exported.path.read_bytes()[:4] == b"GGUF"
 
 
 def test_eval_ranks_two_results_by_divergence(model: Model, make: Make, result: Any) -> None:
     plain = make("quantize", "demo", RTN)
-    found = document("eval", model("demo"), plain.path, result.path, EVALUATION)
-    reference, rounded, better = found["models"]
+    evaluation = document("eval", model("demo"), plain.path, result.path, EVALUATION)
+    reference, rounded, better = evaluation["models"]
     assert reference["kl_mean"] is None
     assert 0 < better["kl_mean"] < rounded["kl_mean"] < 0.1
-    assert all(row["perplexity_se"] > 0 for row in found["models"])
+    assert all(row["perplexity_se"] > 0 for row in evaluation["models"])
 
 
 def test_verify_diff_inspect_and_reproduce_accept_a_result(
@@ -79,8 +79,8 @@ def test_verify_diff_inspect_and_reproduce_accept_a_result(
 
 def test_generate_continues_a_text(result: Any) -> None:
     words = ("import os\n", "--raw --max-tokens 12")
-    made = document("generate", result.path, words)
-    (answer,) = made["answers"]
+    generated = document("generate", result.path, words)
+    (answer,) = generated["answers"]
     assert len(answer["tokens"]) == 12
     assert command("generate", result.path, words, "-q").out.strip() == answer["text"].strip()
 
@@ -88,9 +88,14 @@ def test_generate_continues_a_text(result: Any) -> None:
 def test_serve_answers_over_http_and_stops_at_a_signal(result: Any, start: Start) -> None:
     server = start("serve", result.path, "--port 0 --json")
     server.until(lambda: server.out.endswith("}\n"))
-    told = json.loads(server.out)
-    asked = {"model": told["model"], "prompt": "import os\n", "max_tokens": 12, "temperature": 0}
-    status, answer = ask(f"{told['url']}/v1/completions", asked)
+    serving = json.loads(server.out)
+    request = {
+        "model": serving["model"],
+        "prompt": "import os\n",
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    status, answer = ask(f"{serving['url']}/v1/completions", request)
     words = ("import os\n", "--raw --max-tokens 12")
     (alone,) = document("generate", result.path, words)["answers"]
     assert (status, answer["choices"][0]["text"]) == (200, alone["text"])
@@ -111,8 +116,8 @@ def test_release_and_sweep_write_several_results(model: Model, tmp_path: Path) -
     spec.write_text(
         f'model = "{model("llama")}"\n[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
     )
-    made = document("release", spec, "-o", tmp_path / "made")
-    assert made["made"] == ["q8"]
+    release = document("release", spec, "-o", tmp_path / "made")
+    assert release["made"] == ["q8"]
     checked = subprocess.run(
         ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "made", check=False
     )

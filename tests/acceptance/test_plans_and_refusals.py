@@ -49,10 +49,10 @@ def test_a_plan_predicts_output_bytes_and_every_tensor(
 ) -> None:
     """Exact bytes, and every tensor of the source exactly once."""
     planned = document("plan", model(name), words)
-    made = make("quantize", name, words)
-    files = [made.path] if made.path.is_file() else [*made.path.glob("*.safetensors")]
+    result = make("quantize", name, words)
+    files = [result.path] if result.path.is_file() else [*result.path.glob("*.safetensors")]
     assert planned["output_bytes"] == sum(path.stat().st_size for path in files)
-    assert planned["bits_per_weight"] == made.document["bits_per_weight"]
+    assert planned["bits_per_weight"] == result.document["bits_per_weight"]
     assert [row["name"] for row in planned["tensors"]] == sorted({*tensors(model(name))}) or {
         row["name"] for row in planned["tensors"]
     } >= {*tensors(model(name))}
@@ -90,14 +90,14 @@ def test_plan_reports_whether_a_result_fits_a_device(model: Model) -> None:
     small, large = (
         document(*planned, f"--memory {size} {device}")["capacity"] for size in ("1MB", "24GB")
     )
-    assert [found["cards"][0]["fits"] for found in (small, large)] == [False, True]
+    assert [capacity["cards"][0]["fits"] for capacity in (small, large)] == [False, True]
     assert large["needed_bytes"] > large["weights_bytes"] + large["cache_bytes"] > 0
     assert large["cards"][0]["cost_per_million"] > 0
     # Two numbers of 16 bits for each of two heads of 64 columns in four blocks.
     assert large["cache_token_bytes"] == 2 * 2 * 2 * 64 * 4
-    known = document(*planned, "--cache int8 --device-name l4")["capacity"]
-    assert known["cache_bytes"] < 0.6 * large["cache_bytes"]
-    assert known["cards"][0]["name"] == "l4"
+    l4_capacity = document(*planned, "--cache int8 --device-name l4")["capacity"]
+    assert l4_capacity["cache_bytes"] < 0.6 * large["cache_bytes"]
+    assert l4_capacity["cards"][0]["name"] == "l4"
 
 
 # ---- inspect
@@ -112,15 +112,15 @@ def test_inspect_reads_headers_of_models_files_and_results(model: Model, make: M
     assert document("inspect", file)["schemes"]["q4_k"] >= 20
     listed = document("inspect", file, "--tensors *ffn_down*")
     assert len(listed["tensors"]) == 4
-    made = document("inspect", make("quantize", "llama", GPTQ).path)
-    assert made["provenance"]["method"] == "gptq"
-    assert made["bits_per_quantized_weight"] == pytest.approx(4.13, abs=0.01)
+    result = document("inspect", make("quantize", "llama", GPTQ).path)
+    assert result["provenance"]["method"] == "gptq"
+    assert result["bits_per_quantized_weight"] == pytest.approx(4.13, abs=0.01)
 
 
 def test_inspect_derives_linears_that_share_an_input(model: Model, tmp_path: Path) -> None:
-    found = document("inspect", model("llama"), "--derive -o", tmp_path / "found.json")
-    assert json.loads((tmp_path / "found.json").read_text())["kinds"] == found["kinds"]
-    groups = [{*group["linears"]} for kind in found["kinds"] for group in kind["inputs"]]
+    derived = document("inspect", model("llama"), "--derive -o", tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text())["kinds"] == derived["kinds"]
+    groups = [{*group["linears"]} for kind in derived["kinds"] for group in kind["inputs"]]
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} in groups
     assert {"mlp.gate_proj", "mlp.up_proj"} in groups
 
@@ -217,12 +217,12 @@ def test_python_functions_match_the_command_line(
 ) -> None:
     source, out = model("llama"), tmp_path / "out"
     planned = quantforge.plan(source, method="gptq", bits=4, samples=8, length=64)
-    made = quantforge.quantize(source, method="gptq", bits=4, samples=8, length=64, out=out)
+    result = quantforge.quantize(source, method="gptq", bits=4, samples=8, length=64, out=out)
     expected = make("quantize", "llama", GPTQ)
     assert digests(out) == digests(expected.path)
     assert planned.output_bytes == expected.document["output_bytes"]
-    assert Path(made.out) == out
-    assert [event.kind for event in made.events] == ["few-calibration-tokens"]
+    assert Path(result.out) == out
+    assert [event.kind for event in result.events] == ["few-calibration-tokens"]
     moved = quantforge.export(out, out=tmp_path / "x.gguf")
     assert (moved.verdict, moved.layers) == ("exact", 14)
     assert quantforge.verify(out, source=source).findings == []
@@ -295,33 +295,33 @@ def test_an_exception_in_the_progress_callback_stops_a_run(model: Model, tmp_pat
 
 
 def test_a_loaded_model_computes_logits_and_generates(model: Model, make: Make) -> None:
-    made = make("quantize", "demo", DEMO_GPTQ).path
-    loaded = quantforge.load(made)
+    result = make("quantize", "demo", DEMO_GPTQ).path
+    loaded = quantforge.load(result)
     with torch.inference_mode():
         logits = loaded.model(torch.arange(8)[None]).logits
     assert logits.shape == (1, 8, 4096)
     assert torch.isfinite(logits).all()
     pieces: list[str] = []
-    found = quantforge.generate(loaded, "import os", raw=True, max_tokens=6, stream=pieces.append)
-    assert "".join(pieces) == found.text
-    assert len(found.tokens) == 6
-    told = quantforge.generate(loaded, [{"role": "user", "content": "Explain json."}], max_tokens=2)
-    assert len(told.choices) == 1
+    answer = quantforge.generate(loaded, "import os", raw=True, max_tokens=6, stream=pieces.append)
+    assert "".join(pieces) == answer.text
+    assert len(answer.tokens) == 6
+    chat = quantforge.generate(loaded, [{"role": "user", "content": "Explain json."}], max_tokens=2)
+    assert len(chat.choices) == 1
 
 
 def test_serve_calls_ready_when_it_listens(model: Model, start: Start) -> None:
-    told: list[Any] = []
+    servings: list[Any] = []
 
     class StopError(Exception):
         pass
 
     def ready(serving: Any) -> None:
-        told.append(serving)
+        servings.append(serving)
         raise StopError
 
     with pytest.raises(StopError):
         quantforge.serve(model("demo"), ready=ready, port=0)
-    assert told[0].url.startswith("http://127.0.0.1:")
+    assert servings[0].url.startswith("http://127.0.0.1:")
 
 
 def test_make_imatrix_and_derive_declarations_write_files(model: Model, tmp_path: Path) -> None:
@@ -330,8 +330,8 @@ def test_make_imatrix_and_derive_declarations_write_files(model: Model, tmp_path
         model("wide"), recipe, tmp_path / "importance.gguf", quantforge.Settings()
     )
     assert (tmp_path / "importance.gguf").read_bytes()[:4] == b"GGUF"
-    found = quantforge.derive_declarations(model("llama"), tmp_path / "found.json")
-    assert found is not None
+    declarations = quantforge.derive_declarations(model("llama"), tmp_path / "found.json")
+    assert declarations is not None
     assert json.loads((tmp_path / "found.json").read_text())["kinds"]
 
 
@@ -360,7 +360,7 @@ def test_sweep_release_and_allocate_from_python(model: Model, tmp_path: Path) ->
     released = quantforge.release(spec, tmp_path / "released")
     assert tuple(released.made) == ("q8",)
     released.check_gates()
-    found = quantforge.allocate(
+    allocation = quantforge.allocate(
         model("llama"),
         "3.5bpw",
         tmp_path / "mixed.toml",
@@ -368,5 +368,5 @@ def test_sweep_release_and_allocate_from_python(model: Model, tmp_path: Path) ->
         samples=4,
         length=32,
     )
-    assert found.nbytes > 0
+    assert allocation.nbytes > 0
     assert (tmp_path / "mixed.toml").exists()

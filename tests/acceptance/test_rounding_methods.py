@@ -42,9 +42,9 @@ METHODS = {
 def test_every_method_writes_a_result_that_verify_accepts(
     name: str, model: Model, make: Make
 ) -> None:
-    made = make("quantize", "llama", METHODS[name])
-    assert made.document["method"] == METHODS[name].split()[1]
-    report = document("verify", made.path, "--source", model("llama"))
+    result = make("quantize", "llama", METHODS[name])
+    assert result.document["method"] == METHODS[name].split()[1]
+    report = document("verify", result.path, "--source", model("llama"))
     assert (report["ok"], report["findings"]) == (True, [])
 
 
@@ -70,14 +70,14 @@ def test_tuning_changes_scales_but_not_head_or_embedding(model: Model, make: Mak
 
 
 def test_rtn_rounds_to_the_nearest_code(model: Model, make: Make) -> None:
-    made = make("quantize", "llama", RTN, "--scales absmax")
-    scale, found = tensors(made.path), decode(made.path)
+    result = make("quantize", "llama", RTN, "--scales absmax")
+    scale, decoded = tensors(result.path), decode(result.path)
     for name, weight in tensors(model("llama")).items():
         if "_proj" in name:
             module = name.removesuffix(".weight")
             steps = scale[f"{module}.weight_scale"].float().repeat_interleave(128, 1)
-            away = (found[module] - weight.float()).abs() / steps
-            clipped = found[module] >= 6.5 * steps  # beyond the last code
+            away = (decoded[module] - weight.float()).abs() / steps
+            clipped = decoded[module] >= 6.5 * steps  # beyond the last code
             assert float(away[~clipped].max()) <= 0.5001, name
             largest = weight.float().reshape(len(weight), -1, 128).abs().amax(2)
             assert (
@@ -113,56 +113,56 @@ def test_an_option_changes_the_bytes(
     base = make("quantize", "llama", GPTQ)
     changed = make("quantize", "llama", GPTQ, words.replace("TEXT", str(text)))
     weights = [
-        {path.name: digest(path) for path in sorted(made.path.glob("*.safetensors"))}
-        for made in (base, changed)
+        {path.name: digest(path) for path in sorted(result.path.glob("*.safetensors"))}
+        for result in (base, changed)
     ]
     assert weights[0] != weights[1]
 
 
 def test_ignore_and_rule_patterns_select_layers(make: Make) -> None:
     words = "--ignore re:.*k_proj --rule down_proj=int8:g128:sym --rule *.1.mlp.*=int3:g128:sym"
-    made = make("quantize", "llama", RTN, words, "--lm-head int8:g128:sym").path
-    schemes = document("inspect", made)["schemes"]
+    result = make("quantize", "llama", RTN, words, "--lm-head int8:g128:sym").path
+    schemes = document("inspect", result)["schemes"]
     assert schemes["int8:g128:sym:bf16"] == 3  # both down_proj and the head: the first rule wins
     assert schemes["int3:g128:sym:bf16"] == 2
     assert schemes["int4:g128:sym:bf16"] == 4  # both o_proj; gate and up of the first block
-    stored = tensors(made)
+    stored = tensors(result)
     for part in "qkv":  # engines join them, so they stay together
         assert f"model.layers.0.self_attn.{part}_proj.weight" in stored
     assert "lm_head.weight_packed" in stored
 
 
 def test_embedding_option_quantizes_the_embedding(make: Make) -> None:
-    made = make("quantize", "llama", RTN, "--embedding int8:row")
-    assert "int8:row:sym:bf16" in document("inspect", made.path)["schemes"]
+    result = make("quantize", "llama", RTN, "--embedding int8:row")
+    assert "int8:row:sym:bf16" in document("inspect", result.path)["schemes"]
 
 
 def test_a_pattern_without_a_match_suggests_the_nearest_name(model: Model, tmp_path: Path) -> None:
     for option in ("--ignore", "--rule"):
         word = "q_porj" if option == "--ignore" else "q_porj=int8:g128:sym"
-        said = refusal(3, "quantize", model("llama"), RTN, option, word, "-o", tmp_path / "out")
-        assert "q_porj" in said
-        assert "q_proj" in said
+        message = refusal(3, "quantize", model("llama"), RTN, option, word, "-o", tmp_path / "out")
+        assert "q_porj" in message
+        assert "q_proj" in message
 
 
 def test_weights_are_split_into_shards_of_a_maximum_size(model: Model, make: Make) -> None:
     limit = 200_000
-    made = make("quantize", "llama", GPTQ, "--max-shard-bytes", limit).path
-    shards = sorted(made.glob("*.safetensors"))
+    result = make("quantize", "llama", GPTQ, "--max-shard-bytes", limit).path
+    shards = sorted(result.glob("*.safetensors"))
     assert len(shards) > 1
     assert all(shard.stat().st_size <= limit for shard in shards)
-    assert (made / "model.safetensors.index.json").exists()
-    assert document("diff", made, make("quantize", "llama", GPTQ).path)["tensors"] is not None
-    assert {*tensors(made)} == {*tensors(make("quantize", "llama", GPTQ).path)}
+    assert (result / "model.safetensors.index.json").exists()
+    assert document("diff", result, make("quantize", "llama", GPTQ).path)["tensors"] is not None
+    assert {*tensors(result)} == {*tensors(make("quantize", "llama", GPTQ).path)}
 
 
 def test_kv_cache_scales_are_measured(make: Make) -> None:
-    made = make("quantize", "llama", "--method rtn --bits 4 --kv-cache fp8", ROWS).path
-    stored = tensors(made)
+    result = make("quantize", "llama", "--method rtn --bits 4 --kv-cache fp8", ROWS).path
+    stored = tensors(result)
     for block in range(2):
         for part in ("k_scale", "v_scale"):
             assert float(stored[f"model.layers.{block}.self_attn.{part}"]) > 0
-    assert config(made)["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    assert config(result)["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
     heads = make("quantize", "llama", "--method rtn --bits 4 --kv-cache fp8_head", ROWS).path
     assert tensors(heads)["model.layers.0.self_attn.k_scale"].shape[0] == 2
 
@@ -187,11 +187,11 @@ def test_static_input_scales_are_measured(make: Make) -> None:
 @pytest.mark.parametrize("method", ["magnitude", further("wanda"), "sparsegpt"])
 def test_pruning_reaches_the_requested_sparsity(method: str, model: Model, make: Make) -> None:
     words = f"--method {method} --format plain {'' if method == 'magnitude' else ROWS}"
-    made = make("quantize", "llama", words, "--sparsity 2:4").path
-    for name, weight in tensors(made).items():
+    result = make("quantize", "llama", words, "--sparsity 2:4").path
+    for name, weight in tensors(result).items():
         if "_proj" in name:
             assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all(), name
-    assert document("verify", made, "--source", model("llama"))["ok"] is True
+    assert document("verify", result, "--source", model("llama"))["ok"] is True
     half = make("quantize", "llama", words, "--sparsity 50%").path
     zeros = (tensors(half)["model.layers.0.mlp.up_proj.weight"] == 0).sum(1)
     assert (zeros == 64).all()
@@ -199,11 +199,11 @@ def test_pruning_reaches_the_requested_sparsity(method: str, model: Model, make:
 
 def test_magnitude_pruning_keeps_the_largest_weights(model: Model, make: Make) -> None:
     words = "--method magnitude --format plain --sparsity 2:4"
-    made = tensors(make("quantize", "llama", words).path)
+    stored = tensors(make("quantize", "llama", words).path)
     name = "model.layers.0.mlp.up_proj.weight"
-    source, found = tensors(model("llama"))[name].reshape(-1, 4), made[name].reshape(-1, 4)
-    kept = found != 0
-    assert torch.equal(found[kept], source[kept])
+    source, pruned = tensors(model("llama"))[name].reshape(-1, 4), stored[name].reshape(-1, 4)
+    kept = pruned != 0
+    assert torch.equal(pruned[kept], source[kept])
     size = source.float().abs()
     least = size.where(kept, torch.full_like(size, torch.inf)).amin(1)
     assert (size.where(~kept, torch.zeros_like(size)).amax(1) <= least).all()
@@ -226,14 +226,14 @@ def test_the_default_method_depends_on_bits_and_options(model: Model) -> None:
 
 
 def test_effort_sets_the_options_that_are_not_given(model: Model, tmp_path: Path) -> None:
-    made = command(
+    ended = command(
         "quantize",
         model("llama"),
         "--method gptq --bits 4 --samples 2 --length 16 --effort high -o",
         tmp_path / "high",
         "--json",
     )
-    assert made.code == 0, made.err
+    assert ended.code == 0, ended.err
     recipe = manifest(tmp_path / "high")["recipe"]
     assert 'effort = "high"' in recipe
     assert "guided_hessians = 1\n" in recipe
@@ -243,20 +243,20 @@ def test_effort_sets_the_options_that_are_not_given(model: Model, tmp_path: Path
 @pytest.mark.thorough  # as `tests/unit/execution/test_quantize_to_a_size.py` shows
 def test_target_size_is_an_upper_limit(model: Model, tmp_path: Path) -> None:
     words = f"--target 3.5bpw --candidates int3:g128,int4:g128 {ROWS}"
-    made = document("quantize", model("llama"), words, "-o", tmp_path / "sized")
-    assert 3.13 < made["bits_per_weight_in_blocks"] <= 3.5
-    said = refusal(4, "quantize", model("llama"), "--target 1bpw", ROWS, "-o", tmp_path / "none")
-    assert "1bpw" in said or "smallest" in said
+    result = document("quantize", model("llama"), words, "-o", tmp_path / "sized")
+    assert 3.13 < result["bits_per_weight_in_blocks"] <= 3.5
+    message = refusal(4, "quantize", model("llama"), "--target 1bpw", ROWS, "-o", tmp_path / "none")
+    assert "1bpw" in message or "smallest" in message
 
 
 def test_strict_refuses_degradation_events_that_are_not_allowed(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
-    made = make("quantize", "llama", GPTQ)
-    counts = made.document["event_counts"]
-    assert counts == {"few-calibration-tokens": 1} == manifest(made.path)["event_counts"]
-    said = refusal(4, "quantize", model("llama"), GPTQ, "--strict -o", tmp_path / "strict")
-    assert "few-calibration-tokens" in said
+    result = make("quantize", "llama", GPTQ)
+    counts = result.document["event_counts"]
+    assert counts == {"few-calibration-tokens": 1} == manifest(result.path)["event_counts"]
+    message = refusal(4, "quantize", model("llama"), GPTQ, "--strict -o", tmp_path / "strict")
+    assert "few-calibration-tokens" in message
     assert not (tmp_path / "strict").exists()
     words = "--strict --allow few-calibration-tokens=1"
     assert (
@@ -270,12 +270,12 @@ def test_strict_refuses_degradation_events_that_are_not_allowed(
 def test_a_group_size_that_does_not_divide_is_substituted(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
-    made = make("quantize", "mixture", RTN)
+    result = make("quantize", "mixture", RTN)
     assert (
-        made.document["event_counts"]["substitution"] == 8
+        result.document["event_counts"]["substitution"] == 8
     )  # 64 columns of four experts in two blocks
-    assert document("inspect", made.path)["schemes"]["int4:g64:sym:bf16"] == 8
-    said = refusal(4, "quantize", model("mixture"), RTN, "--strict -o", tmp_path / "out")
-    assert "substitution" in said
-    said = refusal(2, "quantize", model("llama"), "--scheme int4:g127 -o", tmp_path / "out")
-    assert "g128" in said or "128" in said
+    assert document("inspect", result.path)["schemes"]["int4:g64:sym:bf16"] == 8
+    message = refusal(4, "quantize", model("mixture"), RTN, "--strict -o", tmp_path / "out")
+    assert "substitution" in message
+    message = refusal(2, "quantize", model("llama"), "--scheme int4:g127 -o", tmp_path / "out")
+    assert "g128" in message or "128" in message

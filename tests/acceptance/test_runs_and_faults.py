@@ -65,8 +65,8 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
     assert run.ended().code in codes
     assert "Traceback" not in run.err
     assert not out.exists()
-    made = document(words, "-o", out)
-    assert made["resumed"] is True
+    result = document(words, "-o", out)
+    assert result["resumed"] is True
     assert digests(out) == digests(make("quantize", "llama", GPTQ).path)
     assert beside(out) == set()
 
@@ -84,12 +84,12 @@ def stopped(model: Model, start: Start, tmp_path: Path) -> Path:
 
 def test_resuming_with_another_recipe_is_refused(stopped: Path, model: Model) -> None:
     other = f"--method gptq --bits 3 {ROWS}"
-    said = refusal(5, "quantize", model("llama"), other, "-o", stopped)
-    assert "bits" in said or "recipe" in said
-    assert "--overwrite" in said
-    made = document("quantize", model("llama"), other, "-o", stopped, "--overwrite")
-    assert made["resumed"] is False
-    assert made["bits_per_weight"] < 3.5
+    message = refusal(5, "quantize", model("llama"), other, "-o", stopped)
+    assert "bits" in message or "recipe" in message
+    assert "--overwrite" in message
+    result = document("quantize", model("llama"), other, "-o", stopped, "--overwrite")
+    assert result["resumed"] is False
+    assert result["bits_per_weight"] < 3.5
 
 
 def test_resume_detects_changed_finished_work(stopped: Path, model: Model) -> None:
@@ -110,8 +110,8 @@ def test_a_second_writer_of_an_output_is_refused(
     run = start(words, "-o", out, "--json-progress")
     run.until(lambda: len(finished(run)) >= 1)
     run.send(signal.SIGSTOP)
-    said = refusal(75, words, "-o", out)
-    assert str(run.pid) in said
+    message = refusal(75, words, "-o", out)
+    assert str(run.pid) in message
     run.send(signal.SIGCONT)
     assert run.ended().code == 0
     assert digests(out) == digests(make("quantize", "llama", GPTQ).path)
@@ -138,9 +138,9 @@ def test_threads_disk_and_verbosity_do_not_change_the_output(
 
 
 def test_a_result_contains_no_local_path(model: Model, make: Make) -> None:
-    made = make("quantize", "llama", GPTQ).path
-    for word in (str(model("llama").parent), str(made.parent)):
-        for path in made.iterdir():
+    result = make("quantize", "llama", GPTQ).path
+    for word in (str(model("llama").parent), str(result.parent)):
+        for path in result.iterdir():
             assert word.encode() not in path.read_bytes(), path.name
 
 
@@ -152,12 +152,12 @@ def test_an_existing_output_needs_overwrite_and_foreign_files_stay(
 ) -> None:
     result = copied(make("quantize", "llama", RTN).path)
     before = digests(result)
-    said = refusal(4, "quantize", model("llama"), BITS8, "-o", result)
-    assert "--overwrite" in said
+    message = refusal(4, "quantize", model("llama"), BITS8, "-o", result)
+    assert "--overwrite" in message
     assert digests(result) == before
     (result / "mine.txt").write_text("mine")
-    said = refusal(4, "quantize", model("llama"), BITS8, "-o", result, "--overwrite")
-    assert "mine.txt" in said
+    message = refusal(4, "quantize", model("llama"), BITS8, "-o", result, "--overwrite")
+    assert "mine.txt" in message
     (result / "mine.txt").unlink()
     document("quantize", model("llama"), BITS8, "-o", result, "--overwrite")
     assert digests(result) != before
@@ -248,11 +248,11 @@ def test_a_separate_process_writes_only_its_output_reproducibly(
 
     Hash seed, locale, time zone, home and working directory are others than here.
     """
-    report, place, scratch = (tmp_path / name for name in ("report", "place", "scratch"))
-    place.mkdir()
+    report, directory, scratch = (tmp_path / name for name in ("report", "place", "scratch"))
+    directory.mkdir()
     scratch.mkdir()
     before, expected = digests(model("llama")), digests(make("quantize", "llama", GPTQ).path)
-    words = ["quantize", model("llama"), GPTQ, "-o", place / "out"]
+    words = ["quantize", model("llama"), GPTQ, "-o", directory / "out"]
     surroundings = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -266,7 +266,7 @@ def test_a_separate_process_writes_only_its_output_reproducibly(
                           check=False, cwd=scratch, env=surroundings)  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = report.read_text().splitlines()
-    allowed = (f"write {place}", f"write {scratch}", "write /dev/null")
+    allowed = (f"write {directory}", f"write {scratch}", "write /dev/null")
     # What is opened by its name in a folder that is open already has no path here.
     absolute = [line for line in lines if not re.fullmatch(r"write [^/]+", line)]
     assert [line for line in absolute if not line.startswith(allowed)] == []
@@ -274,8 +274,8 @@ def test_a_separate_process_writes_only_its_output_reproducibly(
         path for path in scratch.rglob("*") if path.is_file() and ".cache" not in path.parts
     ] == []
     assert digests(model("llama")) == before
-    assert [path.name for path in place.iterdir()] == ["out"]
-    assert digests(place / "out") == expected
+    assert [path.name for path in directory.iterdir()] == ["out"]
+    assert digests(directory / "out") == expected
 
 
 def test_default_output_names(model: Model, copied: Copy, tmp_path: Path) -> None:
@@ -308,9 +308,9 @@ def test_a_recipe_file_is_equivalent_to_options(model: Model, make: Make, tmp_pa
     document("quantize", model("llama"), "--recipe", recipe, "-o", tmp_path / "out")
     expected = make("quantize", "llama", GPTQ).path
     assert digests(tmp_path / "out") == digests(expected)
-    stated = tmp_path / "stated.toml"
-    stated.write_text(manifest(expected)["recipe"])  # what is recorded is a recipe
-    document("quantize", model("llama"), "--recipe", stated, "-o", tmp_path / "again")
+    recorded = tmp_path / "stated.toml"
+    recorded.write_text(manifest(expected)["recipe"])  # what is recorded is a recipe
+    document("quantize", model("llama"), "--recipe", recorded, "-o", tmp_path / "again")
     assert digests(tmp_path / "again") == digests(expected)
     over = document("plan", model("llama"), "--recipe", recipe, "--bits 3")
     assert over["bits_per_weight"] < 3.5
@@ -324,8 +324,8 @@ def test_a_recipe_file_is_equivalent_to_options(model: Model, make: Make, tmp_pa
 def test_an_invalid_recipe_is_refused(text: str, word: str, model: Model, tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text(text)
-    said = refusal(3, "plan", model("llama"), "--recipe", recipe)
-    assert word in said
+    message = refusal(3, "plan", model("llama"), "--recipe", recipe)
+    assert word in message
 
 
 @pytest.mark.parametrize(
@@ -344,29 +344,29 @@ def test_reproduce_rebuilds_a_result_and_detects_edits(
 ) -> None:
     result = copied(make("quantize", "llama", GPTQ).path)
     kept = tmp_path / "second"
-    found = document("reproduce", result, "--source", model("llama"), "-o", kept)
-    assert found["equal"] is True
+    report = document("reproduce", result, "--source", model("llama"), "-o", kept)
+    assert report["equal"] is True
     assert (kept / "model.safetensors").read_bytes() == (result / "model.safetensors").read_bytes()
-    stated = json.loads((result / "generation_config.json").read_text())
-    (result / "generation_config.json").write_text(json.dumps({**stated, "temperature": 0.1}))
-    found = document("reproduce", result, "--source", model("llama"), code=5)
+    settings = json.loads((result / "generation_config.json").read_text())
+    (result / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.1}))
+    report = document("reproduce", result, "--source", model("llama"), code=5)
     assert any(
-        "generation_config.json" in str(one) for one in (*found["differing"], *found["edited"])
+        "generation_config.json" in str(name) for name in (*report["differing"], *report["edited"])
     )
     refusal(5, "reproduce", make("quantize", "llama", GPTQ).path, "--source", model("wide"))
 
 
 def test_reproduce_rebuilds_a_gguf_result(model: Model, make: Make) -> None:
-    made = make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path
-    assert document("reproduce", made, "--source", model("llama"))["equal"] is True
+    result = make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path
+    assert document("reproduce", result, "--source", model("llama"))["equal"] is True
 
 
 def test_diff_compares_two_results(make: Make, model: Model) -> None:
     first, second = make("quantize", "llama", RTN).path, make("quantize", "llama", GPTQ).path
     assert document("diff", first, first)["equal"] is True
-    found = document("diff", first, second, code=5)
-    assert found["equal"] is False
-    assert len([row for row in found["tensors"] if not row["equal_values"]]) == 14
+    difference = document("diff", first, second, code=5)
+    assert difference["equal"] is False
+    assert len([row for row in difference["tensors"] if not row["equal_values"]]) == 14
     shown = command("diff", first, second)
     assert (shown.code, "rtn" in shown.out, "gptq" in shown.out) == (5, True, True)
 
@@ -377,7 +377,7 @@ def test_provenance_writes_a_statement_and_a_bill_of_materials(
     out = tmp_path / "out"
     document("quantize", model("llama"), RTN, "--provenance -o", out)
     statement = json.loads((out / "provenance.intoto.json").read_text())
-    subjects = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
+    subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
     assert subjects["model.safetensors"] == digests(out)["model.safetensors"]
     bill = json.loads((out / "bom.cdx.json").read_text())
     assert bill["bomFormat"] == "CycloneDX"

@@ -46,24 +46,24 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
-def written(place: Path, model: Path, *variants: str, gate: float = 50.0) -> Path:
-    spec = place / "release.toml"
+def written(directory: Path, model: Path, *variants: str, gate: float = 50.0) -> Path:
+    spec = directory / "release.toml"
     spec.write_text(HEAD.format(model=model, gate=gate) + "".join(variants))
     return spec
 
 
 @pytest.fixture(scope="module")
 def released(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
-    place = tmp_path_factory.mktemp("release")
-    spec = written(place, model("llama"), INT4, Q8)
+    directory = tmp_path_factory.mktemp("release")
+    spec = written(directory, model("llama"), INT4, Q8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
-        return spec, place / "made", document("release", spec, "-o", place / "made")
+        return spec, directory / "made", document("release", spec, "-o", directory / "made")
 
 
 def test_a_release_has_all_files_for_publication(released: tuple[Path, Path, Any]) -> None:
-    _, out, found = released
-    assert found["made"] == ["int4", "q8"]
+    _, out, release = released
+    assert release["made"] == ["int4", "q8"]
     assert {path.name for path in out.iterdir() if path.is_file()} == LISTED
     assert (out / "gguf" / "q8.gguf").exists()
     assert (out / "compressed-tensors" / "int4" / "config.json").exists()
@@ -73,7 +73,7 @@ def test_a_release_has_all_files_for_publication(released: tuple[Path, Path, Any
     assert listed == {*digests(out)} - {"SHA256SUMS"}
     assert subprocess.run(["sh", "-n", "upload.sh"], cwd=out, check=False).returncode == 0
     assert "hf upload" in (out / "upload.sh").read_text()
-    figures = {row["name"]: row["metrics"]["kl_mean"] for row in found["variants"]}
+    figures = {row["name"]: row["metrics"]["kl_mean"] for row in release["variants"]}
     assert figures["int4"] > figures["q8"] > 0
     report = json.loads((out / "evaluation.json").read_text())
     assert len(report["models"]) == 3
@@ -89,8 +89,8 @@ def test_each_variant_matches_its_quantize_command(
         digests(out / "compressed-tensors" / "int4")["model.safetensors"]
         == alone["model.safetensors"]
     )
-    for place in (out / "compressed-tensors" / "int4", out / "gguf" / "q8.gguf"):
-        assert document("verify", place, "--source", model("llama"))["ok"] is True
+    for path in (out / "compressed-tensors" / "int4", out / "gguf" / "q8.gguf"):
+        assert document("verify", path, "--source", model("llama"))["ok"] is True
 
 
 def test_repeating_a_release_makes_only_new_variants(
@@ -174,8 +174,8 @@ def test_a_release_with_an_invalid_entry_writes_nothing(
 ) -> None:
     spec = written(tmp_path, model("llama"), INT4, Q8)
     spec.write_text(spec.read_text().replace(*change))
-    said = command("release", spec, "-o", tmp_path / "out")
-    assert (said.code, word in said.err) == (code, True), said.err
+    ended = command("release", spec, "-o", tmp_path / "out")
+    assert (ended.code, word in ended.err) == (code, True), ended.err
     assert not (tmp_path / "out").exists()
 
 
@@ -196,8 +196,8 @@ def test_a_sweep_can_be_extended_and_skips_invalid_combinations(
         model("llama"),
         "--calibration none --method rtn --windows 2 --window-length 32",
     )
-    found = document(base, "--over bits=4 --over format=compressed-tensors,awq -o", tmp_path / "s")
-    assert len(found["results"]) == 2
+    first = document(base, "--over bits=4 --over format=compressed-tensors,awq -o", tmp_path / "s")
+    assert len(first["results"]) == 2
     more = document(base, "--over bits=3,4 --over format=compressed-tensors,awq -o", tmp_path / "s")
     assert len(more["results"]) == 3
     assert len(more["left_out"]) == 1  # awq has 4 bits alone
@@ -218,17 +218,17 @@ def test_allocate_beats_a_uniform_scheme_at_its_target(
 ) -> None:
     recipe = tmp_path / "mixed.toml"
     words = f"--candidates int3:g128,int4:g128,int5:g128 {ROWS}"
-    found = document("allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)
-    assert {group["scheme"] for group in found["groups"]} <= {
+    allocation = document("allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)
+    assert {group["scheme"] for group in allocation["groups"]} <= {
         "int3:g128:sym",
         "int4:g128:sym",
         "int5:g128:sym",
     }
     assert tomllib.loads(recipe.read_text())["rule"]
-    uniform = {row["scheme"]: row for row in found["uniform"]}
-    assert uniform["int3:g128:sym"]["kl_nats"] > found["kl_nats"]
+    uniform = {row["scheme"]: row for row in allocation["uniform"]}
+    assert uniform["int3:g128:sym"]["kl_nats"] > allocation["kl_nats"]
     planned = document("plan", model("llama"), "--recipe", recipe)
-    assert planned["output_bytes"] == found["bytes"]
+    assert planned["output_bytes"] == allocation["bytes"]
     refusal(4, "allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)  # it is there
     refusal(2, "allocate", model("llama"), "--target four", words, "-o", tmp_path / "x.toml")
 
@@ -238,7 +238,7 @@ def test_like_does_not_exceed_the_size_of_another_file(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
     like = make("export", "wide", "--type Q4_0").path
-    made = document(
+    result = document(
         "quantize",
         model("wide"),
         "--like",
@@ -248,4 +248,4 @@ def test_like_does_not_exceed_the_size_of_another_file(
         "-o",
         tmp_path / "x.gguf",
     )
-    assert made["output_bytes"] <= like.stat().st_size
+    assert result["output_bytes"] <= like.stat().st_size

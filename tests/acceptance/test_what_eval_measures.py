@@ -51,8 +51,8 @@ def test_perplexity_and_divergence_match_transformers(
     ids = AutoTokenizer.from_pretrained(model("llama"))(text.read_text(), return_tensors="pt")
     windows = ids["input_ids"][0, : 4 * 32].reshape(4, 32)
     logs = []
-    for place in (model("llama"), tmp_path / "plain"):
-        network = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    for path in (model("llama"), tmp_path / "plain"):
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.inference_mode():
             logs.append(network(windows).logits[:, :-1].double().log_softmax(-1))
     rows, protocol = evaluated["models"], evaluated["protocol"]
@@ -88,7 +88,10 @@ def test_the_same_codes_score_the_same_in_every_format(
     model: Model, make: Make, rounded: Path
 ) -> None:
     """The same codes in other files have the same divergence, through packed weights."""
-    others = [make("export", rounded, "--format", form).path for form in ("gguf", "gptq", "mlx")]
+    others = [
+        make("export", rounded, "--format", format_key).path
+        for format_key in ("gguf", "gptq", "mlx")
+    ]
     rows = document("eval", model("llama"), rounded, *others, EVALUATION)["models"][1:]
     assert [row["format"] for row in rows] == ["compressed-tensors", "gguf", "gptq", "mlx"]
     assert all(row["kl_mean"] == pytest.approx(rows[0]["kl_mean"], rel=1e-3) for row in rows)
@@ -140,9 +143,9 @@ def test_reports_are_written_as_markdown_json_and_html(
     files = [tmp_path / f"report.{kind}" for kind in ("md", "json", "html")]
     words = [word for file in files for word in ("--report", file)]
     base = ("eval", model("llama"), rounded, "--text", text, EVALUATION)
-    found = document(base, words, "--summary", tmp_path / "summary.md")
+    evaluation = document(base, words, "--summary", tmp_path / "summary.md")
     table, data, page = (file.read_text() for file in files)
-    assert json.loads(data)["models"][1]["kl_mean"] == found["models"][1]["kl_mean"]
+    assert json.loads(data)["models"][1]["kl_mean"] == evaluation["models"][1]["kl_mean"]
     for shown in (table, page, (tmp_path / "summary.md").read_text()):
         assert rounded.name in shown
         assert str(rounded.parent) not in shown  # no path of this machine
@@ -159,11 +162,11 @@ def test_eval_card_changes_only_the_model_card(
     result = copied(rounded)
     before = digests(result)
     base = ("eval", model("llama"), result, "--text", text, EVALUATION, "--card", result)
-    found = document(base)
+    evaluation = document(base)
     after = digests(result)
     assert {name for name in after if after[name] != before[name]} == {"README.md"}
     card = (result / "README.md").read_text()
-    assert f"{found['models'][1]['kl_mean']:.3g}"[:5] in card
+    assert f"{evaluation['models'][1]['kl_mean']:.3g}"[:5] in card
     document(base)  # replaces them
     assert digests(result) == after
     assert document("verify", result, "--source", model("llama"))["ok"] is True
@@ -176,18 +179,18 @@ def test_generated_answers_of_the_reference_are_scored(
     prompts.write_text("the weights of\n\nrow by row")
     words = ("--generated", prompts, "--generated-tokens 6")
     (_, row) = document("eval", model("llama"), rounded, EVALUATION, words)["models"]
-    made = row["generated"]
-    assert made["kl_mean"] > 0
-    assert len(made["answers"]) == 2
-    assert 0 <= made["diverged_answers"] <= 2
+    generated = row["generated"]
+    assert generated["kl_mean"] > 0
+    assert len(generated["answers"]) == 2
+    assert 0 <= generated["diverged_answers"] <= 2
 
 
 def test_eval_measures_the_divergence_of_quantized_caches(model: Model, rounded: Path) -> None:
     words = "--cache int8,int4,k=int8,v=int4 --windows 2 --length 64 --no-speed"
     (_, row) = document("eval", model("llama"), rounded, words)["models"]
-    kinds = {found["kind"]: found for found in row["caches"]}
+    kinds = {cache["kind"]: cache for cache in row["caches"]}
     lost = {
-        kind: found["kl_mean"] for kind, found in kinds.items() if found.get("kl_mean") is not None
+        kind: cache["kl_mean"] for kind, cache in kinds.items() if cache.get("kl_mean") is not None
     }
     assert len(lost) >= 3
     assert lost["int8"] < lost["int4"]
@@ -213,8 +216,8 @@ def test_tasks_of_the_harness_run_on_packed_weights(
     coded = tmp_path / "coded.yaml"
     coded.write_text(task.read_text().replace('"{{question}}"', "!function helper.text"))
     (tmp_path / "helper.py").write_text("raise SystemExit(99)")
-    said = refusal(4, words[:-1], coded)
-    assert "--allow-code" in said
+    message = refusal(4, words[:-1], coded)
+    assert "--allow-code" in message
 
 
 def test_a_correction_adapter_is_applied_to_packed_weights(
@@ -229,5 +232,5 @@ def test_a_correction_adapter_is_applied_to_packed_weights(
 
 
 def test_a_model_of_another_vocabulary_is_refused(model: Model) -> None:
-    said = refusal(3, "eval", model("llama"), model("demo"), EVALUATION)
-    assert "vocabular" in said or "tokenizer" in said
+    message = refusal(3, "eval", model("llama"), model("demo"), EVALUATION)
+    assert "vocabular" in message or "tokenizer" in message

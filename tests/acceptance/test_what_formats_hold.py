@@ -71,19 +71,19 @@ def test_stored_codes_decode_to_the_rounded_weights(
     form: str, scheme: str, error: float, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """Codes, scales and zero points mean what the format says; `export --format plain` gives the same numbers."""
-    made = make("quantize", "llama", stored_as(form, scheme)).path
-    found, source = decode(made), linears(model("llama"))
+    result = make("quantize", "llama", stored_as(form, scheme)).path
+    decoded, source = decode(result), linears(model("llama"))
     assert (
-        {*found} >= {*source} if form != "fp8" else {*found} < {*source}
+        {*decoded} >= {*source} if form != "fp8" else {*decoded} < {*source}
     )  # of shapes that tiles divide
-    for name in {*found} & {*source}:
-        assert 0 < relative_error(found[name], source[name]) < error, name
-    plain = document("export", made, "--format plain -o", tmp_path / "plain")
+    for name in {*decoded} & {*source}:
+        assert 0 < relative_error(decoded[name], source[name]) < error, name
+    plain = document("export", result, "--format plain -o", tmp_path / "plain")
     assert plain["verdict"] == "exact"
     stored = linears(tmp_path / "plain")
     assert {*stored} == {*source}
-    for name in {*found} & {*source}:
-        torch.testing.assert_close(stored[name], found[name], rtol=1e-6, atol=1e-7, msg=name)
+    for name in {*decoded} & {*source}:
+        torch.testing.assert_close(stored[name], decoded[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
 # What moves where: made as, moved into, and what the export says of it. Every format is read and written once.
@@ -106,15 +106,15 @@ MOVED = [
 def test_a_conversion_keeps_every_value(
     stored: tuple[str, str], form: str, verdict: str, make: Make
 ) -> None:
-    made = make("quantize", "llama", stored_as(*stored)).path
-    moved = make("export", made, "--format", form)
+    result = make("quantize", "llama", stored_as(*stored)).path
+    moved = make("export", result, "--format", form)
     assert moved.document["verdict"] == verdict
     assert {event["kind"] for event in moved.document["events"]} <= {"low-coverage"}
-    before, after = decode(made), decode(moved.path)
+    before, after = decode(result), decode(moved.path)
     assert {*before} == {*after}
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=1e-7, msg=name)
-    same = document("diff", made, moved.path)
+    same = document("diff", result, moved.path)
     assert all(row["equal_values"] for row in same["tensors"])
 
 
@@ -129,22 +129,22 @@ def test_a_conversion_keeps_every_value(
 def test_a_scheme_that_a_format_cannot_hold_is_refused(
     stored: tuple[str, str], form: str, make: Make, tmp_path: Path
 ) -> None:
-    made = make("quantize", "llama", stored_as(*stored)).path
+    result = make("quantize", "llama", stored_as(*stored)).path
     out = tmp_path / f"out{'.gguf' if form == 'gguf' else ''}"
-    said = refusal(4, "export", made, "--format", form, "-o", out)
-    assert "model.layers.0." in said
+    message = refusal(4, "export", result, "--format", form, "-o", out)
+    assert "model.layers.0." in message
     assert not out.exists()
 
 
 def test_inexact_scales_need_allow_inexact(make: Make, tmp_path: Path) -> None:
     """Scales in float32 are no float16 numbers: refused, or rounded as an event."""
-    made = make("quantize", "llama", stored_as("compressed-tensors", "int4:g128:sym:f32")).path
+    result = make("quantize", "llama", stored_as("compressed-tensors", "int4:g128:sym:f32")).path
     out = tmp_path / "gptq"
-    said = refusal(4, "export", made, "--format gptq -o", out)
-    assert "--allow-inexact" in said
-    moved = document("export", made, "--format gptq --allow-inexact -o", out)
+    message = refusal(4, "export", result, "--format gptq -o", out)
+    assert "--allow-inexact" in message
+    moved = document("export", result, "--format gptq --allow-inexact -o", out)
     assert {event["kind"] for event in moved["events"]} == {"inexact"}
-    before = decode(made)
+    before = decode(result)
     for name, weight in decode(out).items():
         assert 0 < relative_error(weight, before[name]) < 0.001, name
 
@@ -163,24 +163,24 @@ def test_the_conversion_table_matches_export() -> None:
 
 
 def test_a_tied_embedding_becomes_q8_0_in_gguf(make: Make, model: Model) -> None:
-    made = make("quantize", "tied", PLAIN, "--bits 4").path
-    moved = make("export", made, "--format gguf")
+    result = make("quantize", "tied", PLAIN, "--bits 4").path
+    moved = make("export", result, "--format gguf")
     assert moved.document["verdict"] == "exact but for the embedding"
     assert {event["kind"] for event in moved.document["events"]} == {"embedding-quantized"}
     assert gguf_types(moved.path)["token_embd.weight"] == "Q8_0"
-    kept = make("export", made, "--format gguf --embedding keep")
+    kept = make("export", result, "--format gguf --embedding keep")
     assert (kept.document["verdict"], kept.document["events"]) == ("exact", [])
     assert gguf_types(kept.path)["token_embd.weight"] == "F16"
-    refusal(4, "export", made, "--format gguf --strict -o", moved.path.with_name("y.gguf"))
+    refusal(4, "export", result, "--format gguf --strict -o", moved.path.with_name("y.gguf"))
 
 
 def test_a_plain_export_can_change_the_dtype(make: Make, tmp_path: Path) -> None:
-    made = make(
+    result = make(
         "quantize", "llama", PLAIN, "--format compressed-tensors --scheme int4:g128:sym"
     ).path
     whole, half = tmp_path / "whole", tmp_path / "half"
-    document("export", made, "--format plain -o", whole)
-    rounded = document("export", made, "--format plain --type F16 -o", half)
+    document("export", result, "--format plain -o", whole)
+    rounded = document("export", result, "--format plain --type F16 -o", half)
     weights = tensors(whole), tensors(half)
     name = "model.layers.0.mlp.up_proj.weight"
     assert (weights[0][name].dtype, weights[1][name].dtype) == (torch.float32, torch.float16)
@@ -191,14 +191,14 @@ def test_a_plain_export_can_change_the_dtype(make: Make, tmp_path: Path) -> None
 def test_requantizing_needs_an_option_or_the_source(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
-    made = make("quantize", "llama", PLAIN, "--bits 4").path
-    refusal(3, "quantize", made, PLAIN, "--bits 3 -o", tmp_path / "no")
-    again = document("quantize", made, PLAIN, "--bits 3 --requantize -o", tmp_path / "again")
+    result = make("quantize", "llama", PLAIN, "--bits 4").path
+    refusal(3, "quantize", result, PLAIN, "--bits 3 -o", tmp_path / "no")
+    again = document("quantize", result, PLAIN, "--bits 3 --requantize -o", tmp_path / "again")
     assert again["event_counts"]["requantized"] >= 1
     words = ("--format gguf --type Q8_0 -o", tmp_path / "q8.gguf")
-    said = refusal(4, "export", made, words)
-    assert "--source" in said
-    document("export", made, words, "--source", model("llama"))
+    message = refusal(4, "export", result, words)
+    assert "--source" in message
+    document("export", result, words, "--source", model("llama"))
     source = linears(model("llama"))
     for name, weight in decode(tmp_path / "q8.gguf").items():  # of the source, not of 4 bits
         assert relative_error(weight, source[name]) < 0.02, name
@@ -212,10 +212,10 @@ def test_the_engine_option_chooses_the_format(model: Model, make: Make, tmp_path
     assert chosen == {"vllm": "compressed-tensors", "llama.cpp": "gguf", "mlx": "mlx", "lmdeploy": "awq",
                       "transformers": chosen["transformers"], "ollama": "gguf"}  # fmt: skip
     refusal(4, "plan", model("llama"), "--for llama.cpp --bits 4 --format awq")
-    made = make(
+    result = make(
         "quantize", "llama", PLAIN, "--format compressed-tensors --scheme int4:g128:sym"
     ).path
-    moved = document("export", made, "--for mlx -o", tmp_path / "mlx")
+    moved = document("export", result, "--for mlx -o", tmp_path / "mlx")
     assert moved["format"] == "mlx"
     served = command("plan", model("llama"), "--for vllm --bits 4")
     assert "vllm serve" in served.out + served.err
@@ -231,16 +231,16 @@ TYPES = {
 
 @pytest.mark.parametrize("name", usual(TYPES, "BF16", "Q8_0", "Q4_K_M", "Q3_K_M", "IQ4_XS"))
 def test_every_gguf_type_decodes_within_its_error(name: str, model: Model, make: Make) -> None:
-    made = make("export", "wide", "--type", name).path
-    source, found = linears(model("wide")), decode(made)
-    assert {*found} == {*source}
-    for module, weight in found.items():
+    result = make("export", "wide", "--type", name).path
+    source, decoded = linears(model("wide")), decode(result)
+    assert {*decoded} == {*source}
+    for module, weight in decoded.items():
         assert 0 <= relative_error(weight, source[module]) < TYPES[name], module
-    types = gguf_types(made)
+    types = gguf_types(result)
     stored = name.removesuffix("_M")
     assert types["blk.0.ffn_up.weight"] == stored
     assert types["output_norm.weight"] == "F32"
-    assert document("verify", made, "--source", model("wide"))["ok"] is True
+    assert document("verify", result, "--source", model("wide"))["ok"] is True
 
 
 def test_q4_k_m_uses_the_types_of_llama_cpp(make: Make) -> None:
@@ -253,12 +253,12 @@ def test_q4_k_m_uses_the_types_of_llama_cpp(make: Make) -> None:
 def test_iq2_types_need_an_importance_matrix(model: Model, make: Make, tmp_path: Path) -> None:
     words = "--method rtn --type IQ2_XXS"
     out = tmp_path / "x.gguf"
-    said = refusal(4, "quantize", model("wide"), words, "--calibration none -o", out)
-    assert "--imatrix" in said or "--calibration" in said
-    made = make("quantize", "wide", words, ROWS).path
-    source, found = linears(model("wide")), decode(made)
-    assert "IQ2_XXS" in gguf_types(made).values()
-    for module, weight in found.items():
+    message = refusal(4, "quantize", model("wide"), words, "--calibration none -o", out)
+    assert "--imatrix" in message or "--calibration" in message
+    result = make("quantize", "wide", words, ROWS).path
+    source, decoded = linears(model("wide")), decode(result)
+    assert "IQ2_XXS" in gguf_types(result).values()
+    for module, weight in decoded.items():
         assert relative_error(weight, source[module]) < 0.6, module
 
 
@@ -268,28 +268,30 @@ def test_reference_scales_match_the_bytes_of_gguf_py(name: str, model: Model, ma
     import gguf
     from gguf.quants import quantize
 
-    made = make("export", "llama", "--type", name, "--scales reference").path
+    path = make("export", "llama", "--type", name, "--scales reference").path
     weight = tensors(model("llama"))["model.layers.0.mlp.up_proj.weight"].float().numpy()
-    (stored,) = (one for one in gguf.GGUFReader(made).tensors if one.name == "blk.0.ffn_up.weight")
+    (stored,) = (
+        tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.0.ffn_up.weight"
+    )
     expected = quantize(weight, gguf.GGMLQuantizationType[name])
     assert stored.data.tobytes() == expected.tobytes()
 
 
 def test_a_gguf_file_has_model_and_tokenizer_keys(model: Model, make: Make) -> None:
-    made = make("export", "demo", "--type Q4_K_M").path
-    stated = config(model("demo"))
+    path = make("export", "demo", "--type Q4_K_M").path
+    settings = config(model("demo"))
     expected = {
         "general.architecture": "llama",
-        "llama.block_count": stated["num_hidden_layers"],
-        "llama.embedding_length": stated["hidden_size"],
-        "llama.attention.head_count_kv": stated["num_key_value_heads"],
-        "llama.context_length": stated["max_position_embeddings"],
+        "llama.block_count": settings["num_hidden_layers"],
+        "llama.embedding_length": settings["hidden_size"],
+        "llama.attention.head_count_kv": settings["num_key_value_heads"],
+        "llama.context_length": settings["max_position_embeddings"],
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.chat_template": (model("demo") / "chat_template.jinja").read_text(),
     }
-    assert {name: gguf_key(made, name) for name in expected} == expected
+    assert {name: gguf_key(path, name) for name in expected} == expected
     vocabulary = json.loads((model("demo") / "tokenizer.json").read_text())["model"]["vocab"]
-    tokens = gguf_key(made, "tokenizer.ggml.tokens")
+    tokens = gguf_key(path, "tokenizer.ggml.tokens")
     assert [tokens[number] for number in vocabulary.values()] == [*vocabulary]
 
 
@@ -299,12 +301,12 @@ def test_a_gguf_file_converts_back_to_the_same_model(model: Model, make: Make) -
 
     whole = make("export", "llama", "--type BF16").path
     again = make("export", whole, "--format plain").path
-    found = tensors(again)
+    weights = tensors(again)
     for name, weight in tensors(model("llama")).items():
-        assert torch.equal(found[name].float(), weight.float()), name
+        assert torch.equal(weights[name].float(), weight.float()), name
     text = "the weights of the model\n\tdef f(x): 12"
     read = [
-        AutoTokenizer.from_pretrained(place)(text)["input_ids"] for place in (again, model("llama"))
+        AutoTokenizer.from_pretrained(path)(text)["input_ids"] for path in (again, model("llama"))
     ]
     assert read[0] == read[1]
     refusal(3, "quantize", make("export", "llama", "--type Q8_0").path, PLAIN, "--bits 4")
@@ -319,17 +321,17 @@ def test_an_imatrix_file_is_written_then_reused(model: Model, make: Make, tmp_pa
     assert document("inspect", file)["schema"] == "quantforge.inspect/2"
     document("quantize", model("wide"), words, "-o", tmp_path / "y.gguf")
     plain = make("export", "wide", "--type Q4_K_M").path
-    found = [
+    decoded = [
         decode(path)["model.layers.0.mlp.up_proj"]
         for path in (tmp_path / "x.gguf", tmp_path / "y.gguf", plain)
     ]
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    assert torch.equal(decoded[0], decoded[1])
+    assert not torch.equal(decoded[0], decoded[2])
 
 
 def test_large_gguf_files_are_split_into_parts(make: Make, model: Model) -> None:
-    made = make("export", "llama", "--type Q8_0 --max-shard-bytes 200000")
-    parts = sorted(made.path.parent.glob("*-of-*.gguf"))
+    result = make("export", "llama", "--type Q8_0 --max-shard-bytes 200000")
+    parts = sorted(result.path.parent.glob("*-of-*.gguf"))
     assert len(parts) > 1
     assert [path.name.split("-")[-3] for path in parts] == [
         f"{n:05}" for n in range(1, len(parts) + 1)
@@ -338,19 +340,19 @@ def test_large_gguf_files_are_split_into_parts(make: Make, model: Model) -> None
 
 
 def test_modelfile_option_writes_an_ollama_modelfile(make: Make) -> None:
-    made = make("export", "llama", "--type Q8_0 --modelfile").path
-    lines = made.with_suffix(".Modelfile").read_text()
-    assert f"FROM ./{made.name}" in lines
+    path = make("export", "llama", "--type Q8_0 --modelfile").path
+    lines = path.with_suffix(".Modelfile").read_text()
+    assert f"FROM ./{path.name}" in lines
 
 
 def test_mmproj_writes_the_vision_tower_to_a_separate_file(
     make: Make, model: Model, tmp_path: Path
 ) -> None:
-    made = make("export", "tower", "--type Q8_0 --mmproj").path
-    (tower,) = made.parent.glob("mmproj-*-F16.gguf")
+    path = make("export", "tower", "--type Q8_0 --mmproj").path
+    (tower,) = path.parent.glob("mmproj-*-F16.gguf")
     assert gguf_key(tower, "general.architecture") == "clip"
     assert {*gguf_types(tower).values()} == {"F16", "F32"}
-    assert not any("vision" in name or name.startswith("v.") for name in gguf_types(made))
-    assert document("verify", made, "--source", model("tower"))["ok"] is True
-    said = refusal(4, "export", model("llama"), "--type Q8_0 --mmproj -o", tmp_path / "x.gguf")
-    assert "tower" in said
+    assert not any("vision" in name or name.startswith("v.") for name in gguf_types(path))
+    assert document("verify", path, "--source", model("tower"))["ok"] is True
+    message = refusal(4, "export", model("llama"), "--type Q8_0 --mmproj -o", tmp_path / "x.gguf")
+    assert "tower" in message

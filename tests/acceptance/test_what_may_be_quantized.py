@@ -46,11 +46,11 @@ def test_all_linears_of_a_family_are_quantized(
     family: str, words: str, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """All linears of the blocks have codes, the result is sound, and transformers loads its decoded weights."""
-    made = make("quantize", family, words)
-    assert made.document["quantized_share_in_blocks"] > 0.99
-    report = document("verify", made.path, "--source", model(family))
+    result = make("quantize", family, words)
+    assert result.document["quantized_share_in_blocks"] > 0.99
+    report = document("verify", result.path, "--source", model(family))
     assert report["ok"] is True, report["findings"]
-    (_, row) = document("eval", model(family), made.path, EVALUATION)["models"]
+    (_, row) = document("eval", model(family), result.path, EVALUATION)["models"]
     assert 0 < row["kl_mean"] < 0.5
 
 
@@ -64,8 +64,8 @@ def test_decoded_weights_load_in_transformers(
     document("export", make("quantize", family, RTN).path, "--format plain -o", tmp_path / "plain")
     ids = torch.arange(24)[None]
     logits = []
-    for place in (model(family), tmp_path / "plain"):
-        network, loaded = auto.from_pretrained(place, dtype=torch.float32, output_loading_info=True)
+    for path in (model(family), tmp_path / "plain"):
+        network, loaded = auto.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         assert not loaded["missing_keys"]
         assert not loaded["unexpected_keys"]
         with torch.inference_mode():
@@ -77,11 +77,11 @@ def test_transformers_loads_a_packed_result(model: Model, make: Make, tmp_path: 
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    made = make("quantize", "llama", RTN).path
-    document("export", made, "--format plain -o", tmp_path / "plain")
+    result = make("quantize", "llama", RTN).path
+    document("export", result, "--format plain -o", tmp_path / "plain")
     ids, logits = torch.arange(24)[None], []
-    for place in (made, tmp_path / "plain"):
-        network = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    for path in (result, tmp_path / "plain"):
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.inference_mode():
             logits.append(network(ids).logits)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
@@ -95,29 +95,29 @@ def test_routers_vision_towers_and_state_parameters_stay_unquantized(
         ("tower", "vision_tower"),
         ("hybrid", "A_log"),
     ):
-        source, found = tensors(model(family)), tensors(make("quantize", family, RTN).path)
+        source, stored = tensors(model(family)), tensors(make("quantize", family, RTN).path)
         kept = [name for name in source if part in name]
         assert kept
-        assert all(torch.equal(found[name], source[name]) for name in kept), family
+        assert all(torch.equal(stored[name], source[name]) for name in kept), family
 
 
 def test_expert_token_options_change_calibration(make: Make) -> None:
-    made = make("quantize", "mixture", GPTQ)
-    assert made.document["event_counts"]["expert-few-tokens"] >= 1
+    result = make("quantize", "mixture", GPTQ)
+    assert result.document["event_counts"]["expert-few-tokens"] >= 1
     enough = make("quantize", "mixture", GPTQ, "--min-expert-tokens 1")
     assert "expert-few-tokens" not in enough.document["event_counts"]
     every = make("quantize", "mixture", GPTQ, "--expert-tokens all")
-    assert digest(every.path / "model.safetensors") != digest(made.path / "model.safetensors")
+    assert digest(every.path / "model.safetensors") != digest(result.path / "model.safetensors")
 
 
 def test_prune_experts_removes_a_share_of_experts(make: Make, model: Model) -> None:
-    made = make("quantize", "mixture", "--method rtn --bits 4 --prune-experts 25%", ROWS).path
-    stated = config(made)
-    assert 3 in (stated.get("num_experts"), stated.get("num_local_experts"))
-    stored = tensors(made)
+    result = make("quantize", "mixture", "--method rtn --bits 4 --prune-experts 25%", ROWS).path
+    settings = config(result)
+    assert 3 in (settings.get("num_experts"), settings.get("num_local_experts"))
+    stored = tensors(result)
     assert stored["model.layers.0.mlp.gate.weight"].shape[0] == 3
     assert not any("experts.3." in name for name in stored)
-    assert document("verify", made, "--source", model("mixture"))["ok"] is True
+    assert document("verify", result, "--source", model("mixture"))["ok"] is True
 
 
 def test_an_undeclared_family_defaults_to_rtn_and_allows_gptq(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_an_undeclared_family_defaults_to_rtn_and_allows_gptq(tmp_path: Path) ->
     assert document("plan", tmp_path / "own", "--bits 4")["method"] == "rtn"
     document("quantize", tmp_path / "own", "--method gptq --bits 4", ROWS, "-o", tmp_path / "q")
     assert document("verify", tmp_path / "q", "--source", tmp_path / "own")["ok"] is True
-    found = document("inspect", tmp_path / "own", "--derive")
-    reading = [{*group["linears"]} for kind in found["kinds"] for group in kind["inputs"]]
+    derived = document("inspect", tmp_path / "own", "--derive")
+    reading = [{*group["linears"]} for kind in derived["kinds"] for group in kind["inputs"]]
     assert any({"attn.q_proj", "attn.k_proj", "attn.v_proj"} <= group for group in reading)
 
 
@@ -153,10 +153,10 @@ def test_an_fp8_source_is_decoded_before_quantization(
         stored[f"{name}_scale_inv"] = scale
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     left = [f"model.layers.{block}.self_attn.{part}_proj" for block in range(2) for part in "qkvo"]
-    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
               "modules_to_not_convert": [*left, "lm_head"]}  # fmt: skip
     (source / "config.json").write_text(
-        json.dumps({**config(source), "quantization_config": stated})
+        json.dumps({**config(source), "quantization_config": quantization})
     )
     document(
         "quantize",
@@ -170,8 +170,8 @@ def test_an_fp8_source_is_decoded_before_quantization(
     assert document("verify", tmp_path / "q", "--source", source)["ok"] is True
     stored.pop("model.layers.0.mlp.up_proj.weight_scale_inv")
     save_file(stored, source / "model.safetensors", {"format": "pt"})
-    said = refusal(3, "quantize", source, RTN, "-o", tmp_path / "none")
-    assert "up_proj" in said
+    message = refusal(3, "quantize", source, RTN, "-o", tmp_path / "none")
+    assert "up_proj" in message
 
 
 def test_an_adapter_is_merged_before_quantization(
@@ -186,7 +186,7 @@ def test_an_adapter_is_merged_before_quantization(
         "-o",
         merged,
     )
-    halves, source, found = tensors(adapter), tensors(model("llama")), tensors(merged)
+    halves, source, merged_weights = tensors(adapter), tensors(model("llama")), tensors(merged)
     for name, weight in source.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" in halves:
@@ -194,7 +194,7 @@ def test_an_adapter_is_merged_before_quantization(
             expected = (weight.float() + 2 * product).to(weight.dtype)
         else:
             expected = weight
-        assert torch.equal(found[name], expected), name
+        assert torch.equal(merged_weights[name], expected), name
     result = tmp_path / "rounded"
     document("quantize", model("llama"), RTN, "--adapter", adapter, "-o", result)
     assert (
@@ -218,15 +218,17 @@ def test_calibration_reads_text_jsonl_parquet_and_mixtures(model: Model, tmp_pat
     parquet.write_table(arrow.table({"text": lines}), tmp_path / "c.parquet")
     sources = {"a": tmp_path / "a.txt", "b": tmp_path / "b.jsonl", "c": tmp_path / "c.parquet"}
     sources["mixed"] = f"builtin=1,{tmp_path / 'a.txt'}=1"
-    made = {}
+    manifests = {}
     for name, source in sources.items():
         out = tmp_path / name
         words = "--method gptq --bits 4 --samples 4 --length 32 --refine 0 --calibration"
         document("quantize", model("llama"), words, source, "-o", out)
-        made[name] = manifest(out)
-        assert str(tmp_path) not in json.dumps(made[name])  # names and digests, no paths
-    assert digest(tmp_path / "a.txt") in made["a"]["recipe"]
-    assert made["b"]["calibration"]["digest"] == made["c"]["calibration"]["digest"]  # the same rows
+        manifests[name] = manifest(out)
+        assert str(tmp_path) not in json.dumps(manifests[name])  # names and digests, no paths
+    assert digest(tmp_path / "a.txt") in manifests["a"]["recipe"]
+    assert (
+        manifests["b"]["calibration"]["digest"] == manifests["c"]["calibration"]["digest"]
+    )  # the same rows
 
 
 def test_conversations_are_rendered_with_the_chat_template(model: Model, tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_conversations_are_rendered_with_the_chat_template(model: Model, tmp_pat
     texts = [f"user: {row['messages'][0]['content']}\n" for row in rows]
     rendered.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     words = "--method gptq --bits 4 --samples 4 --length 32"
-    found = []
+    weight_digests = []
     for source, more in ((chats, ("--chat-template",)), (rendered, ())):
         document(
             "quantize",
@@ -250,8 +252,8 @@ def test_conversations_are_rendered_with_the_chat_template(model: Model, tmp_pat
             "-o",
             tmp_path / source.stem,
         )
-        found.append(digest(tmp_path / source.stem / "model.safetensors"))
-    assert found[0] == found[1]
+        weight_digests.append(digest(tmp_path / source.stem / "model.safetensors"))
+    assert weight_digests[0] == weight_digests[1]
 
 
 def test_unusable_calibration_texts_are_refused(model: Model, tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def test_unusable_calibration_texts_are_refused(model: Model, tmp_path: Path) ->
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.jsonl").write_text('{"text": ')
     for name in ("empty.txt", "short.txt", "broken.jsonl", "absent.txt"):
-        said = refusal(
+        message = refusal(
             3,
             "quantize",
             model("llama"),
@@ -269,7 +271,7 @@ def test_unusable_calibration_texts_are_refused(model: Model, tmp_path: Path) ->
             "-o",
             tmp_path / "out",
         )
-        assert name in said or "tokens" in said
+        assert name in message or "tokens" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -303,8 +305,8 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(
         if change == "of another shape":
             stored[name] = weight[:64].contiguous()
         save_file(stored, source / "model.safetensors", {"format": "pt"})
-        said = refusal(3, "plan", source, RTN)
-        assert ("extra" if change == "left over" else "up_proj") in said, change
+        message = refusal(3, "plan", source, RTN)
+        assert ("extra" if change == "left over" else "up_proj") in message, change
 
 
 def test_damaged_pickled_and_linked_models_are_refused(
@@ -332,10 +334,10 @@ def test_model_code_is_neither_run_nor_copied(model: Model, copied: Copy, tmp_pa
     (source / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
     (source / "config.json").write_text(json.dumps({**config(source), "auto_map": auto}))
-    made = document("quantize", source, RTN, "-o", tmp_path / "out")
+    result = document("quantize", source, RTN, "-o", tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out" / "modeling_own.py").exists()
-    left = " ".join(made["not_copied"])
+    left = " ".join(result["not_copied"])
     assert "modeling_own.py" in left
     assert "auto_map" in left
 
@@ -343,7 +345,7 @@ def test_model_code_is_neither_run_nor_copied(model: Model, copied: Copy, tmp_pa
 def test_license_tokenizer_and_templates_are_copied_unchanged(
     model: Model, copied: Copy, make: Make, tmp_path: Path
 ) -> None:
-    source, made = digests(model("demo")), digests(make("quantize", "demo", DEMO_GPTQ).path)
+    source, output = digests(model("demo")), digests(make("quantize", "demo", DEMO_GPTQ).path)
     for name in (
         "LICENSE",
         "tokenizer.json",
@@ -351,7 +353,7 @@ def test_license_tokenizer_and_templates_are_copied_unchanged(
         "chat_template.jinja",
         "generation_config.json",
     ):
-        assert made[name] == source[name], name
+        assert output[name] == source[name], name
     recorded = manifest(make("quantize", "demo", DEMO_GPTQ).path)["source"]["files"]
     assert {name: entry["sha256"] for name, entry in recorded.items()} == {
         name: source[name] for name in recorded
@@ -365,7 +367,7 @@ def test_the_source_is_never_changed(model: Model, copied: Copy, tmp_path: Path)
     document("quantize", source, GPTQ, "-o", tmp_path / "out")
     document("verify", tmp_path / "out", "--source", source)
     assert digests(source) == before
-    for place in (source, source / "inside"):
-        ended = command("quantize", source, RTN, "-o", place)
+    for output in (source, source / "inside"):
+        ended = command("quantize", source, RTN, "-o", output)
         assert ended.code in {2, 3, 4}
     assert digests(source) == before

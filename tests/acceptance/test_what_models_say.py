@@ -39,8 +39,8 @@ def result(make: Make) -> Path:
 
 
 def answer(model: Path, *words: object) -> Any:
-    (found,) = document("generate", model, PROMPT, "--raw", words)["answers"]
-    return found
+    (result,) = document("generate", model, PROMPT, "--raw", words)["answers"]
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +52,18 @@ def plain(result: Path) -> Any:
 def test_log_probabilities_match_transformers(model: Model) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    made = answer(model("demo"), "--max-tokens 4 --logprobs 3")
-    (choice,) = made["choices"]
+    generated = answer(model("demo"), "--max-tokens 4 --logprobs 3")
+    (choice,) = generated["choices"]
     ids = AutoTokenizer.from_pretrained(model("demo"))(PROMPT, return_tensors="pt")["input_ids"]
     network = AutoModelForCausalLM.from_pretrained(model("demo"), dtype=torch.float32)
     whole = torch.cat((ids, torch.tensor([choice["tokens"]])), 1)
     with torch.inference_mode():
         logs = network(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
-    for told, log in zip(choice["logprobs"], logs, strict=True):
-        assert told["logprob"] == pytest.approx(float(log[told["id"]]), abs=0.05)
-        assert told["id"] == int(log.argmax())
-        assert told["top_logprobs"][0]["id"] == told["id"]
-        assert len(told["top_logprobs"]) == 3
+    for token, log in zip(choice["logprobs"], logs, strict=True):
+        assert token["logprob"] == pytest.approx(float(log[token["id"]]), abs=0.05)
+        assert token["id"] == int(log.argmax())
+        assert token["top_logprobs"][0]["id"] == token["id"]
+        assert len(token["top_logprobs"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_beam_search_finds_a_likelier_text(result: Path) -> None:
     words = "--max-tokens 8 --beams 4 --length-penalty 0 -n 2"
     best, second = answer(result, words)["choices"]
     assert best["score"] >= second["score"]
-    assert best["score"] >= sum(told["logprob"] for told in greedy["logprobs"]) - 0.05
+    assert best["score"] >= sum(token["logprob"] for token in greedy["logprobs"]) - 0.05
 
 
 def test_compare_adds_a_model_and_stdin_gives_the_prompt(model: Model, result: Path) -> None:
     both = document("generate", result, PROMPT, "--raw --max-tokens 4 --compare", model("demo"))[
         "answers"
     ]
-    assert [found["model"] for found in both] == [result.name, "demo"] or len(both) == 2
+    assert [entry["model"] for entry in both] == [result.name, "demo"] or len(both) == 2
     piped = command("generate", result, "--raw --max-tokens 4 --json", stdin=PROMPT)
     assert piped.document["answers"][0]["tokens"] == both[0]["tokens"]
 
@@ -147,14 +147,16 @@ def test_a_quantized_cache_keeps_log_probabilities_close(kind: str, result: Path
         answer(result, "--max-tokens 4 --logprobs 0", words)["choices"][0]
         for words in ((), ("--cache", kind))
     )
-    told = [found["logprobs"][0]["logprob"] for found in (plain, smaller)]
-    assert told[0] == pytest.approx(told[1], abs=0.2)
+    logprobs = [choice["logprobs"][0]["logprob"] for choice in (plain, smaller)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=0.2)
 
 
 @pytest.mark.parametrize("family", ["hybrid", further("mixture"), further("gpt2")])
 def test_every_family_generates_text(family: str, model: Model) -> None:
-    found = document("generate", model(family), "the weights", "--raw --max-tokens 4")["answers"][0]
-    assert len(found["tokens"]) == 4 or found["finish_reason"] == "end"
+    generated = document("generate", model(family), "the weights", "--raw --max-tokens 4")[
+        "answers"
+    ][0]
+    assert len(generated["tokens"]) == 4 or generated["finish_reason"] == "end"
 
 
 def test_invalid_generation_options_are_refused(result: Path) -> None:
@@ -183,7 +185,7 @@ def server(result: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 def test_the_server_lists_its_model_health_and_metrics(server: Any) -> None:
     assert (server["model"], server["chat"], server["context"]) == ("mine", True, 1024)
     status, listed = ask(f"{server['url']}/v1/models")
-    assert (status, [one["id"] for one in listed["data"]]) == (200, ["mine"])
+    assert (status, [entry["id"] for entry in listed["data"]]) == (200, ["mine"])
     assert ask(f"{server['url']}/v1/models/mine")[0] == 200
     assert ask(f"{server['url']}/health")[0] == 200
     status, figures = ask(f"{server['url']}/metrics")
@@ -193,23 +195,25 @@ def test_the_server_lists_its_model_health_and_metrics(server: Any) -> None:
 
 def test_a_server_completion_matches_generate(server: Any, result: Path) -> None:
     alone = answer(result, "--max-tokens 12")
-    asked = {"model": "mine", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
-    status, found = ask(f"{server['url']}/v1/completions", asked)
-    (choice,) = found["choices"]
+    request = {"model": "mine", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    status, response = ask(f"{server['url']}/v1/completions", request)
+    (choice,) = response["choices"]
     assert (status, choice["text"], choice["finish_reason"]) == (200, alone["text"], "length")
-    assert found["usage"]["completion_tokens"] == 12
+    assert response["usage"]["completion_tokens"] == 12
     assert len(choice["logprobs"]["token_logprobs"]) == 12
-    both = ask(f"{server['url']}/v1/completions", {**asked, "prompt": [PROMPT, PROMPT], "n": 2})[1]
-    assert [one["text"] for one in both["choices"]] == [alone["text"]] * 4
+    both = ask(f"{server['url']}/v1/completions", {**request, "prompt": [PROMPT, PROMPT], "n": 2})[
+        1
+    ]
+    assert [entry["text"] for entry in both["choices"]] == [alone["text"]] * 4
 
 
 def test_a_streamed_chat_matches_the_whole_answer(server: Any) -> None:
-    said = [{"role": "user", "content": "Explain json."}]
-    asked = {"model": "mine", "messages": said, "max_tokens": 8, "temperature": 0}
-    status, whole = ask(f"{server['url']}/v1/chat/completions", asked)
+    messages = [{"role": "user", "content": "Explain json."}]
+    request = {"model": "mine", "messages": messages, "max_tokens": 8, "temperature": 0}
+    status, whole = ask(f"{server['url']}/v1/chat/completions", request)
     message = whole["choices"][0]["message"]
     assert (status, message["role"]) == (200, "assistant")
-    status, text = ask(f"{server['url']}/v1/chat/completions", {**asked, "stream": True})
+    status, text = ask(f"{server['url']}/v1/chat/completions", {**request, "stream": True})
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert (status, events[-1]) == (200, "[DONE]")
     pieces = [
@@ -241,10 +245,10 @@ REFUSED: list[tuple[int, str, object, str]] = [
 
 def test_an_invalid_request_gets_a_json_error(server: Any) -> None:
     for status, path, body, param in REFUSED:
-        found, told = ask(f"{server['url']}{path}", body)
-        assert found == status, (path, param)
-        assert told["error"]["message"]
-        assert (told["error"]["param"] or "") == param or not param
+        response_status, response = ask(f"{server['url']}{path}", body)
+        assert response_status == status, (path, param)
+        assert response["error"]["message"]
+        assert (response["error"]["param"] or "") == param or not param
 
 
 def test_a_text_plain_request_is_refused(server: Any) -> None:
@@ -277,9 +281,9 @@ def test_bench_fails_without_a_server(result: Path) -> None:
 
 def stream(url: str, tokens: int) -> Any:
     """Ask for a long answer in pieces, and return the connection when the first one has come."""
-    asked = {**PLAIN, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    body = {**PLAIN, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}{COMPLETIONS}", json.dumps(asked).encode(), headers)
+    request = urllib.request.Request(f"{url}{COMPLETIONS}", json.dumps(body).encode(), headers)
     answer = urllib.request.urlopen(request, timeout=PATIENCE)
     assert answer.readline().startswith(b"data: ")
     return answer

@@ -49,10 +49,10 @@ def test_sound_results_of_every_format_pass_strict(
     form: str, scheme: str, model: Model, make: Make
 ) -> None:
     words = ("--method rtn --calibration none --format", form, "--scheme", scheme)
-    made = make("quantize", "llama", words).path
+    path = make("quantize", "llama", words).path
     for beside in ((), ("--source", model("llama"))):
-        found = looked_at(made, beside, "--strict")
-        assert (found.code, found.document["ok"]) == (0, True), found.out
+        ended = looked_at(path, beside, "--strict")
+        assert (ended.code, ended.document["ok"]) == (0, True), ended.out
 
 
 def test_a_damaged_file_is_found_by_its_digest(result: Path) -> None:
@@ -60,9 +60,9 @@ def test_a_damaged_file_is_found_by_its_digest(result: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-100] ^= 1
     weights.write_bytes(data)
-    found = looked_at(result, "--no-forward")
-    assert (found.code, found.document["ok"]) == (5, False)
-    assert any("model.safetensors" in one["where"] for one in found.document["findings"])
+    ended = looked_at(result, "--no-forward")
+    assert (ended.code, ended.document["ok"]) == (5, False)
+    assert any("model.safetensors" in finding["where"] for finding in ended.document["findings"])
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
@@ -75,9 +75,9 @@ def test_a_missing_or_emptied_file_fails_verification(name: str, result: Path) -
 
 def test_an_added_file_is_found(result: Path) -> None:
     (result / "modeling_own.py").write_text("print(1)")
-    found = looked_at(result, "--no-forward")
-    assert found.code == 5
-    assert any("modeling_own.py" in one["where"] for one in found.document["findings"])
+    ended = looked_at(result, "--no-forward")
+    assert ended.code == 5
+    assert any("modeling_own.py" in finding["where"] for finding in ended.document["findings"])
 
 
 DEFECTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
@@ -100,16 +100,16 @@ def test_a_planted_defect_is_an_error_with_its_location(
 ) -> None:
     change, where = DEFECTS[defect]
     rewrite(result, change)
-    found = looked_at(result, "--source", model("llama"))
-    assert (found.code, found.document["ok"]) == (5, False)
-    errors = [one for one in found.document["findings"] if one["severity"] == "error"]
-    assert any(where in one["where"] for one in errors), errors
+    ended = looked_at(result, "--source", model("llama"))
+    assert (ended.code, ended.document["ok"]) == (5, False)
+    errors = [finding for finding in ended.document["findings"] if finding["severity"] == "error"]
+    assert any(where in finding["where"] for finding in errors), errors
 
 
 def test_a_sound_result_needs_no_manifest(model: Model, result: Path) -> None:
     rewrite(result, lambda stored: None)
-    found = looked_at(result, "--source", model("llama"), "--strict")
-    assert (found.code, found.document["ok"]) == (0, True), found.out
+    ended = looked_at(result, "--source", model("llama"), "--strict")
+    assert (ended.code, ended.document["ok"]) == (0, True), ended.out
 
 
 @pytest.mark.parametrize(
@@ -120,35 +120,35 @@ def test_a_configuration_that_differs_from_the_source_fails(
     key: str, value: object, model: Model, result: Path
 ) -> None:
     (result / MANIFEST).unlink()
-    stated = config(result)
-    stated[key] = value
+    settings = config(result)
+    settings[key] = value
     if key == "rope_theta":
-        stated["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
-    (result / "config.json").write_text(json.dumps(stated))
-    found = looked_at(result, "--source", model("llama"))
-    assert (found.code, found.document["ok"]) == (5, False)
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
+    (result / "config.json").write_text(json.dumps(settings))
+    ended = looked_at(result, "--source", model("llama"))
+    assert (ended.code, ended.document["ok"]) == (5, False)
 
 
 def test_a_tokenizer_that_differs_from_the_source_fails(model: Model, result: Path) -> None:
     (result / MANIFEST).unlink()
     file = result / "tokenizer.json"
-    stated = json.loads(file.read_text())
-    vocabulary = stated["model"]["vocab"]
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
     first, second = list(vocabulary)[100:102]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(stated))
-    found = looked_at(result, "--source", model("llama"))
-    assert found.code == 5
-    assert any("tokenizer" in one["where"] for one in found.document["findings"])
+    file.write_text(json.dumps(tokenizer))
+    ended = looked_at(result, "--source", model("llama"))
+    assert ended.code == 5
+    assert any("tokenizer" in finding["where"] for finding in ended.document["findings"])
 
 
 def test_a_contradicting_quantize_config_fails(result: Path) -> None:
     (result / MANIFEST).unlink()
-    stated = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}
-    (result / "quantize_config.json").write_text(json.dumps(stated))
-    found = looked_at(result)
-    assert found.code == 5
-    assert any("quantize_config.json" in str(one) for one in found.document["findings"])
+    settings = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}
+    (result / "quantize_config.json").write_text(json.dumps(settings))
+    ended = looked_at(result)
+    assert ended.code == 5
+    assert any("quantize_config.json" in str(finding) for finding in ended.document["findings"])
 
 
 def test_model_code_is_an_error_with_a_source_else_a_warning(model: Model, result: Path) -> None:
@@ -158,7 +158,7 @@ def test_model_code_is_an_error_with_a_source_else_a_warning(model: Model, resul
     alone = looked_at(result)
     assert alone.code == 0
     assert looked_at(result, "--strict").code == 5
-    assert {one["severity"] for one in alone.document["findings"]} == {"warning"}
+    assert {finding["severity"] for finding in alone.document["findings"]} == {"warning"}
 
 
 def test_a_different_source_fails_verification(model: Model, result: Path, copied: Copy) -> None:
@@ -172,15 +172,15 @@ def test_a_different_source_fails_verification(model: Model, result: Path, copie
 def test_a_gguf_key_that_differs_from_the_source_fails(
     model: Model, make: Make, copied: Copy
 ) -> None:
-    made = copied(make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path)
-    Path(f"{made}.quantforge.json").unlink()
-    assert looked_at(made, "--source", model("llama")).code == 0
-    data = made.read_bytes()
+    path = copied(make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path)
+    Path(f"{path}.quantforge.json").unlink()
+    assert looked_at(path, "--source", model("llama")).code == 0
+    data = path.read_bytes()
     at = data.index(b"llama.context_length") + len("llama.context_length") + 4
-    made.write_bytes(data[:at] + (64).to_bytes(4, "little") + data[at + 4 :])
-    found = looked_at(made, "--source", model("llama"))
-    assert found.code == 5
-    assert any("context_length" in str(one) for one in found.document["findings"])
+    path.write_bytes(data[:at] + (64).to_bytes(4, "little") + data[at + 4 :])
+    ended = looked_at(path, "--source", model("llama"))
+    assert ended.code == 5
+    assert any("context_length" in str(finding) for finding in ended.document["findings"])
 
 
 def test_an_engine_that_cannot_load_the_result_fails(
@@ -193,9 +193,9 @@ def test_an_engine_that_cannot_load_the_result_fails(
 
 def test_an_unknown_quantization_method_is_not_verified(result: Path) -> None:
     (result / MANIFEST).unlink()
-    stated = config(result)
-    stated["quantization_config"] = {"quant_method": "unheard-of", "bits": 4}
-    (result / "config.json").write_text(json.dumps(stated))
+    settings = config(result)
+    settings["quantization_config"] = {"quant_method": "unheard-of", "bits": 4}
+    (result / "config.json").write_text(json.dumps(settings))
     assert looked_at(result).code == 4
 
 
@@ -212,8 +212,12 @@ def test_text_output_ends_with_a_verdict(model: Model, result: Path) -> None:
 def test_a_warning_fails_only_with_strict_option(model: Model, result: Path) -> None:
     """Gains of a norm that do not match the weights that read it: a warning, exit 5 with `--strict`."""
     rewrite(result, lambda stored: stored[NORM][::2].mul_(3))
-    found = looked_at(result, "--source", model("llama"))
-    assert (found.code, found.document["ok"]) == (0, True)
-    warned = [one["where"] for one in found.document["findings"] if one["severity"] == "warning"]
+    ended = looked_at(result, "--source", model("llama"))
+    assert (ended.code, ended.document["ok"]) == (0, True)
+    warned = [
+        finding["where"]
+        for finding in ended.document["findings"]
+        if finding["severity"] == "warning"
+    ]
     assert any("layers.0.input_layernorm" in where or "layers.0" in where for where in warned)
     assert looked_at(result, "--source", model("llama"), "--strict").code == 5

@@ -68,8 +68,8 @@ class Audit:
             paths = [item for item in arguments[:2] if isinstance(item, str | bytes | os.PathLike)]
             folders = [item for item in arguments[-len(paths) :] if isinstance(item, int)]
             for path, folder in zip(paths, folders or [-1] * len(paths), strict=bool(paths)):
-                if not self.allowed(place := absolute(path, folder)):
-                    yield f"{event} {place}"
+                if not self.allowed(target := absolute(path, folder)):
+                    yield f"{event} {target}"
         elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             path, flags = absolute(arguments[0]), arguments[2]
             self.opened.add(str(path))
@@ -79,7 +79,9 @@ class Audit:
                 yield f"opens {path}"
 
     def allowed(self, path: Path) -> bool:
-        return path == Path(os.devnull) or any(path.is_relative_to(place) for place in self.places)
+        return path == Path(os.devnull) or any(
+            path.is_relative_to(directory) for directory in self.places
+        )
 
 
 def absolute(path: Any, folder: int = -1) -> Path:
@@ -148,7 +150,7 @@ def test_a_run_opens_no_socket_process_or_foreign_file(hostile, tmp_path):
 def test_the_audit_hook_reports_each_violation(tmp_path):
     """The test above can fail: a write, a socket and a process are each told."""
     audit = Audit(tmp_path / "m", tmp_path / "secret.txt", (tmp_path / "out",))
-    found = [
+    violations = [
         *audit.judged("open", (str(tmp_path / "else"), "w", os.O_WRONLY | os.O_CREAT)),
         *audit.judged("open", (str(tmp_path / "secret.txt"), "r", os.O_RDONLY)),
         *audit.judged("open", (str(tmp_path / "m" / "x.py"), "r", os.O_RDONLY)),
@@ -156,5 +158,5 @@ def test_the_audit_hook_reports_each_violation(tmp_path):
         *audit.judged("subprocess.Popen", ("sh", ["sh"])),
         *audit.judged("os.rename", (str(tmp_path / "out" / "a"), str(tmp_path / "b"), -1, -1)),
     ]
-    assert len(found) == 6
+    assert len(violations) == 6
     assert not list(audit.judged("open", (str(tmp_path / "out" / "x"), "w", os.O_WRONLY)))

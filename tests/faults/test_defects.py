@@ -31,12 +31,14 @@ BASES = {
 
 @pytest.fixture(scope="module")
 def bases(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Healthy]:
-    source, place = tiny("llama-wide"), tmp_path_factory.mktemp("bases")
-    made = []
+    source, directory = tiny("llama-wide"), tmp_path_factory.mktemp("bases")
+    artifacts_made = []
     for family, (name, command) in BASES.items():
-        artifacts.by_command(command, source, place / name)
-        made.append(Healthy(name, family, lambda name=name: (place / name, source), command))
-    return made
+        artifacts.by_command(command, source, directory / name)
+        artifacts_made.append(
+            Healthy(name, family, lambda name=name: (directory / name, source), command)
+        )
+    return artifacts_made
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +79,10 @@ def test_a_source_mistake_changes_one_tensor_in_every_format(bases, tmp_path):
         assert mistakes.halves(copy, Random(number))
         assert len(copy.changed) == 1
         damage = damage_of(copy)
-        own = {name for name in damage.tensors if name.startswith("blk.") or not copy.one_file}
-        assert 1 <= len(own) <= 2, damage
+        damaged_names = {
+            name for name in damage.tensors if name.startswith("blk.") or not copy.one_file
+        }
+        assert 1 <= len(damaged_names) <= 2, damage
 
 
 @pytest.mark.parametrize(
@@ -108,9 +112,9 @@ def test_a_finding_names_the_file_without_a_single_damaged_tensor():
 
 
 def test_missed_detection_targets_are_reported_by_name():
-    def record(number: int, said: str, kind: str = "codes") -> session.Record:
+    def record(number: int, verdict: str, kind: str = "codes") -> session.Record:
         return session.Record(
-            f"bundled-{number}", kind, "gguf", "a", "t", "why", 0, 1, 0, said, said, [], []
+            f"bundled-{number}", kind, "gguf", "a", "t", "why", 0, 1, 0, verdict, verdict, [], []
         )
 
     good = [record(n, session.ERROR) for n in range(40)]

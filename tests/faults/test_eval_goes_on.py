@@ -42,10 +42,10 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def models(tiny, tmp_path_factory):
     """Return two results of one model. Do not write into them."""
-    made = [tmp_path_factory.mktemp("models") / f"bits{bits}" for bits in (4, 8)]
-    for path in made:
+    paths = [tmp_path_factory.mktemp("models") / f"bits{bits}" for bits in (4, 8)]
+    for path in paths:
         quantize(tiny("llama-wide"), path, recipe(bits=int(path.name[4:]), scales="absmax"))
-    return made
+    return paths
 
 
 def loaded(monkeypatch, stop=lambda _: None):
@@ -91,11 +91,11 @@ def test_after_a_kill_eval_measures_only_the_remaining_models(
 
     assert ended(forked(child, tmp_path / "errors")) == -signal.SIGKILL
     assert len([*cache.iterdir()]) == 1
-    names, told = loaded(monkeypatch), []
-    found = evaluate(model, models, Settings(note=told.append), **MEASURED)
+    names, notes = loaded(monkeypatch), []
+    resumed = evaluate(model, models, Settings(note=notes.append), **MEASURED)
     assert names == [model.name, "bits8"]
-    assert "2 of 3 models were measured before" in told[-1]
-    assert found.to_json()["models"] == whole.to_json()["models"]
+    assert "2 of 3 models were measured before" in notes[-1]
+    assert resumed.to_json()["models"] == whole.to_json()["models"]
     assert not [*cache.glob("*")]
 
 
@@ -121,7 +121,7 @@ def test_changed_inputs_invalidate_saved_rows(model, models, tmp_path, cache, mo
     assert interrupted(source, models, text=str(text)) == [
         "2 of 3 models are kept: the same command measures the others"
     ]
-    place = next(cache.iterdir())
+    saved_file = next(cache.iterdir())
     if change in {"model", "source"}:
         file = (models[0] if change == "model" else source) / "model.safetensors"
         weights = load_file(file)
@@ -137,12 +137,12 @@ def test_changed_inputs_invalidate_saved_rows(model, models, tmp_path, cache, mo
             saved_rows.manifest, "versions", lambda: {"quantforge": f"{__version__}x"}
         )
     elif change == "shape":
-        place.write_text(json.dumps({"rows": [[0.5], None]}))
+        saved_file.write_text(json.dumps({"rows": [[0.5], None]}))
     elif change == "empty row":
-        rows = json.loads(place.read_text())["rows"]
-        place.write_text(json.dumps({"rows": [rows[0], {}]}))
+        rows = json.loads(saved_file.read_text())["rows"]
+        saved_file.write_text(json.dumps({"rows": [rows[0], {}]}))
     else:
-        place.write_bytes(place.read_bytes()[:-9])
+        saved_file.write_bytes(saved_file.read_bytes()[:-9])
     names = loaded(monkeypatch)
     evaluate(source, models, **{**MEASURED, "text": str(text), **options})
     assert names == ["m", "bits4", "bits8"]
@@ -202,13 +202,13 @@ def test_rows_with_engines_adapters_or_tasks_are_not_saved(model, models, cache,
 
 
 def test_an_interrupted_eval_reports_the_saved_models(model, models, capsys):
-    asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed")
+    arguments = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed")
     kept = "2 of 3 models are kept: the same command measures the others"
     for error in (InputError("x"), StopError(), Stopped(signal.SIGINT)):
         with pytest.MonkeyPatch.context() as patch:
             loaded(patch, partial(crash, error=error))
-            assert kept in command(capsys, *asked).err
-    assert command(capsys, *asked).code == 0
+            assert kept in command(capsys, *arguments).err
+    assert command(capsys, *arguments).code == 0
 
 
 def full(*_, **__):
@@ -228,17 +228,17 @@ def test_a_failed_report_write_shows_or_keeps_the_figures(
 ):
     monkeypatch.chdir(tmp_path)
     models = [copied(path, tmp_path / path.name) for path in models]  # a card is written into one
-    asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
+    arguments = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module(f"quantforge.{module}"), last, full)
-        first = command(capsys, *asked)
+        first = command(capsys, *arguments)
     assert first.code == ResourceError.exit_code
     if options[0] != "--card":
         assert "bits8" in first.out
         return
     assert "3 of 3 models are kept: the same command writes what is missing" in first.err
     names = loaded(monkeypatch)
-    again = command(capsys, *asked)
+    again = command(capsys, *arguments)
     assert again.code == 0
     assert "bits8" in again.out
     assert not names

@@ -31,13 +31,13 @@ from tests.thorough import each_value, further
 def errors(source: Path, out: Path) -> dict[str, float]:
     """Relative errors of all tensors of a result, decoded."""
     before, after = open_checkpoint(source), decode_checkpoint(open_model(out))
-    found = {}
+    relative_errors = {}
     for name in after.entries:
-        own = name if name in before.entries else "model.embed_tokens.weight"
-        value, wanted = after.read(name).double(), before.read(own).double()
-        found[name] = float((value - wanted).norm() / wanted.norm())
-    assert before.entries.keys() <= found.keys()
-    return found
+        source_name = name if name in before.entries else "model.embed_tokens.weight"
+        value, expected = after.read(name).double(), before.read(source_name).double()
+        relative_errors[name] = float((value - expected).norm() / expected.norm())
+    assert before.entries.keys() <= relative_errors.keys()
+    return relative_errors
 
 
 @pytest.mark.parametrize(
@@ -58,32 +58,32 @@ def test_every_tensor_is_exact_or_within_rounding_error(
         unit_output, "COPY_STRIP_BYTES", 1000
     )  # what is copied is copied in many runs of rows
     done = quantize(tiny(family), out, recipe(**values))
-    found = errors(tiny(family), out)
+    relative_errors = errors(tiny(family), out)
     rounded = {tensor.name for tensor in done.plan.quantized()}
     assert len(rounded) >= 8
     assert ("lm_head.weight" in rounded) == ("lm_head" in values)
-    assert {name: error for name, error in found.items() if not error < 0.02} == {}
-    assert {name for name, error in found.items() if error} == rounded
+    assert {name: error for name, error in relative_errors.items() if not error < 0.02} == {}
+    assert {name for name, error in relative_errors.items() if error} == rounded
 
 
 def test_progress_reports_each_part_in_order(model: Path, out: Path) -> None:
-    told: list[Progress] = []
-    quantize(model, out, swift("gptq"), progress=told.append)
-    told = [one for one in told if one.part]
-    assert [one.part for one in told] == ["outer", "block 0", "block 1", "head"]
-    assert [(one.done, one.total) for one in told] == [(n, 4) for n in (1, 2, 3, 4)]
+    reports: list[Progress] = []
+    quantize(model, out, swift("gptq"), progress=reports.append)
+    reports = [report for report in reports if report.part]
+    assert [report.part for report in reports] == ["outer", "block 0", "block 1", "head"]
+    assert [(report.done, report.total) for report in reports] == [(n, 4) for n in (1, 2, 3, 4)]
     tensors = (manifest.read_manifest(out) or {})["tensors"]
-    for number, one in enumerate(told[1:3]):
-        known = [
+    for number, report in enumerate(reports[1:3]):
+        recorded = [
             tensor["error"]
             for tensor in tensors
             if f".{number}." in tensor["name"] and "error" in tensor
         ]
-        assert len(known) == 7
-        assert one.error == pytest.approx(sum(known) / 7, rel=1e-2)
-    assert told[0].error is None
-    assert all(0 <= one.seconds < 600 for one in told)
-    assert 2**27 < told[0].peak_bytes == told[0].peak_bytes // 1024 * 1024 < 2**37
+        assert len(recorded) == 7
+        assert report.error == pytest.approx(sum(recorded) / 7, rel=1e-2)
+    assert reports[0].error is None
+    assert all(0 <= report.seconds < 600 for report in reports)
+    assert 2**27 < reports[0].peak_bytes == reports[0].peak_bytes // 1024 * 1024 < 2**37
 
 
 @each_value(("method", ["rtn", "smooth"]), ("scheme", ["int8:row:sym", "W8A8_STATIC"]))
@@ -124,27 +124,27 @@ def test_a_model_of_one_block_resumes(model: Path, out: Path, tmp_path: Path) ->
     small = tmp_path / "m"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(small)
     (small / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-    wanted = swift("gptq", scheme="int8:g128:sym")
+    recipe = swift("gptq", scheme="int8:g128:sym")
     with pytest.raises(StopError):
-        quantize(small, out, wanted, progress=crash_after("outer"))
-    assert quantize(small, out, wanted).resumed
+        quantize(small, out, recipe, progress=crash_after("outer"))
+    assert quantize(small, out, recipe).resumed
     assert {round(error, 1) for error in errors(small, out).values()} == {0}
     assert any(error > 0 for error in errors(small, out).values())
 
 
 def test_the_progress_share_grows_with_every_step(tiny: Tiny, tmp_path: Path) -> None:
-    told: list[Progress] = []
+    reports: list[Progress] = []
     quantize(
         tiny("qwen3-moe"),
         tmp_path / "q",
         swift("awq+gptq", scheme="int4:g32:sym"),
-        progress=told.append,
+        progress=reports.append,
     )
     blocks: dict[str, dict[str, float]] = {}
-    for one in told:
-        if one.step.startswith("block"):
-            blocks.setdefault(one.step.partition(":")[0].split(" of ")[0], {}).setdefault(
-                one.step, one.share
+    for report in reports:
+        if report.step.startswith("block"):
+            blocks.setdefault(report.step.partition(":")[0].split(" of ")[0], {}).setdefault(
+                report.step, report.share
             )
     for number in (0, 2):
         steps = blocks[f"block {number}"]
@@ -154,29 +154,29 @@ def test_the_progress_share_grows_with_every_step(tiny: Tiny, tmp_path: Path) ->
         assert len(kinds) >= 4
         shares = [share for step, share in steps.items() if ":" in step]
         assert all(first < second for first, second in pairwise(shares)), steps
-        experts = [blocks[f"block {number} expert {one}"].popitem()[1] for one in range(4)]
+        experts = [blocks[f"block {number} expert {report}"].popitem()[1] for report in range(4)]
         assert shares[-1] <= experts[-1]
         assert all(first < second for first, second in pairwise(experts[1:]))
-        after = next(one.share for one in told if one.part == f"block {number}")
+        after = next(report.share for report in reports if report.part == f"block {number}")
         assert experts[0] < after - (experts[3] - experts[2]) / 2
-    assert told[-1].share == 1
+    assert reports[-1].share == 1
 
 
 def test_part_seconds_sum_to_at_most_the_run(tiny: Tiny, tmp_path: Path) -> None:
     """An expert's are not counted once more in its block's."""
-    told: list[Progress] = []
-    at: list[float] = []
+    reports: list[Progress] = []
+    times: list[float] = []
 
-    def listen(one: Progress) -> None:
-        if one.part:
-            told.append(one)
-            at.append(time.monotonic())
+    def listen(report: Progress) -> None:
+        if report.part:
+            reports.append(report)
+            times.append(time.monotonic())
 
     quantize(tiny("mixtral"), tmp_path / "q", swift("gptq", scheme="int4:g32:sym"), progress=listen)
-    assert len(told) == 2 + 3 * 5
-    assert all(one.seconds >= 0 for one in told)
-    assert all(one.seconds > 0 for one in told if "expert" in one.part)
-    assert sum(one.seconds for one in told[1:]) <= at[-1] - at[0]
+    assert len(reports) == 2 + 3 * 5
+    assert all(part_report.seconds >= 0 for part_report in reports)
+    assert all(part_report.seconds > 0 for part_report in reports if "expert" in part_report.part)
+    assert sum(part_report.seconds for part_report in reports[1:]) <= times[-1] - times[0]
 
 
 @pytest.mark.parametrize(
@@ -203,32 +203,34 @@ def test_the_head_hessian_matches_the_final_hidden_states(
 
     monkeypatch.setattr(execution, "observe_head", noted)
     monkeypatch.setattr(Job, "read_inputs", sampled)
-    wanted = swift("gptq", scheme="int8:row:sym", lm_head="int8:row:sym")
-    quantize(model, out, replace(wanted, **values))
-    rows, found = seen
+    recipe = swift("gptq", scheme="int8:row:sym", lm_head="int8:row:sym")
+    quantize(model, out, replace(recipe, **values))
+    rows, statistics = seen
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         states = whole.model(rows).last_hidden_state
     states = states.reshape(-1, states.shape[-1])
     expected = states.T @ states
-    hessian = found.hessian / found.hessian.trace()
+    hessian = statistics.hessian / statistics.hessian.trace()
     torch.testing.assert_close(hessian, expected / expected.trace(), rtol=1e-3, atol=1e-5)
-    assert found.tokens == rows.numel()
+    assert statistics.tokens == rows.numel()
 
 
 def test_hidden_states_go_to_disk_only_on_request(model: Path, tmp_path: Path) -> None:
     """As a file without a name, which is gone with the process."""
     for where in ("memory", "disk"):
-        found: list[str] = []
+        open_links: list[str] = []
 
-        def listen(one: Progress, found: list[str] = found) -> None:
-            if one.part == "block 0":
+        def listen(report: Progress, links: list[str] = open_links) -> None:
+            if report.part == "block 0":
                 for descriptor in Path("/proc/self/fd").iterdir():
                     with suppress(OSError):
-                        found.append(str(descriptor.readlink()))
+                        links.append(str(descriptor.readlink()))
 
         quantize(model, tmp_path / where, swift("gptq"), progress=listen, activations=where)
         beside = str(tmp_path / f".{where}.qf")
-        unnamed = [link for link in found if link.startswith(beside) and link.endswith("(deleted)")]
+        unnamed = [
+            link for link in open_links if link.startswith(beside) and link.endswith("(deleted)")
+        ]
         assert bool(unnamed) == (where == "disk")
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")

@@ -46,8 +46,8 @@ MORE = replace(CALIBRATION, samples=40, length=64)
 
 
 def manifest(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "quantforge.manifest.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((out / "quantforge.manifest.json").read_text())
+    return document
 
 
 @pytest.mark.thorough
@@ -56,8 +56,8 @@ def test_shared_expert_run_survives_a_killed_worker(
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    wanted = replace(swift("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
-    quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
+    recipe = replace(swift("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
+    quantize(tiny("qwen3-moe"), tmp_path / "m", recipe)
     out, written = tmp_path / "out", UnitOutput.write
     calls = itertools.count()
 
@@ -68,17 +68,17 @@ def test_shared_expert_run_survives_a_killed_worker(
             written(*arguments)
 
         monkeypatch.setattr(UnitOutput, "write", counted)
-        quantize(tiny("qwen3-moe"), out, wanted, join=True)
+        quantize(tiny("qwen3-moe"), out, recipe, join=True)
 
     assert ended(forked(killed, tmp_path / "m-errors")) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / ".out.qf/units").glob("*/*.held")] == ["0001.1.held"]
-    told: list[str] = []
+    parts: list[str] = []
     quantize(
-        tiny("qwen3-moe"), out, wanted, join=True, progress=lambda done: told.append(done.part)
+        tiny("qwen3-moe"), out, recipe, join=True, progress=lambda done: parts.append(done.part)
     )
     # The rows had passed the experts of block 0 before these were rounded, so that block 1 need not wait.
-    assert next(filter(None, told)) == "block 1"
-    assert sorted(filter(None, told)) == ["block 0", "block 1", "block 2"]
+    assert next(filter(None, parts)) == "block 1"
+    assert sorted(filter(None, parts)) == ["block 0", "block 1", "block 2"]
     assert tree(out) == tree(tmp_path / "m")
 
 
@@ -89,15 +89,15 @@ BETWEEN = ("block 0 expert 1", "block 2 expert 3")
 def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
     tiny: Tiny, tmp_path: Path, method: str, parts: tuple[str, ...]
 ) -> None:
-    wanted = swift(method, scheme=SCHEME, rules=())
-    wanted = replace(wanted, ignore=("*experts.[02].up_proj",))  # take factors, and stay
-    quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
+    recipe = swift(method, scheme=SCHEME, rules=())
+    recipe = replace(recipe, ignore=("*experts.[02].up_proj",))  # take factors, and stay
+    quantize(tiny("qwen3-moe"), tmp_path / "m", recipe)
     for part in parts:
         out = tmp_path / part[-1]
         with pytest.raises(StopError):
-            quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after(part))
+            quantize(tiny("qwen3-moe"), out, recipe, progress=crash_after(part))
         again: list[str] = []
-        quantize(tiny("qwen3-moe"), out, wanted, progress=lambda done, a=again: a.append(done.part))
+        quantize(tiny("qwen3-moe"), out, recipe, progress=lambda done, a=again: a.append(done.part))
         assert part not in again
         assert "block 0 expert 0" not in again
         assert next(filter(None, again)) == (
@@ -107,12 +107,12 @@ def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
 
 
 def test_threads_and_disk_do_not_change_expert_output(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("gptq", scheme=SCHEME)
+    recipe = swift("gptq", scheme=SCHEME)
     for name, settings in {
         "one": Settings(threads=1),
         "other": Settings(threads=3, activations="disk"),
     }.items():
-        api.quantize(str(tiny("mixtral")), wanted, tmp_path / name, settings)
+        api.quantize(str(tiny("mixtral")), recipe, tmp_path / name, settings)
     assert tree(tmp_path / "one") == tree(tmp_path / "other")
 
 
@@ -156,17 +156,17 @@ def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
 def test_expert_tokens_option_selects_the_calibration_tokens(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
 ) -> None:
-    asked: list[bool] = []
+    all_tokens: list[bool] = []
 
     class Noted(ExpertStatistics):
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            asked.append(named["all_tokens"])
+            all_tokens.append(named["all_tokens"])
             super().__init__(*arguments, **named)
 
     monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
-    wanted = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, expert_tokens=experts))
-    quantize(tiny("mixtral"), tmp_path / "q", wanted)
-    assert set(asked) == {experts == "all"}
+    recipe = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, expert_tokens=experts))
+    quantize(tiny("mixtral"), tmp_path / "q", recipe)
+    assert set(all_tokens) == {experts == "all"}
 
 
 LEAVES = {
@@ -188,13 +188,13 @@ def test_gptq_has_less_expert_error_than_rtn(
     errors = {}
     for method in ("rtn", "gptq"):
         calibration = replace(MORE, expert_tokens=experts)
-        wanted = swift(method, scheme="int3:g32:asym", calibration=calibration)
-        quantize(tiny(family), tmp_path / method, wanted)
+        recipe = swift(method, scheme="int3:g32:asym", calibration=calibration)
+        quantize(tiny(family), tmp_path / method, recipe)
         after = decode_checkpoint(open_checkpoint(tmp_path / method))
         errors[method] = 0.0
         for number in range(4):
-            tokens, place = (index == number).nonzero(as_tuple=True)
-            x, router = states[tokens], weights[tokens, place]
+            tokens, slot = (index == number).nonzero(as_tuple=True)
+            x, router = states[tokens], weights[tokens, slot]
             inner = intermediate(module, x, number, family)
             for leaf, read in zip(leaves, (x, x, inner), strict=True):
                 name = f"model.layers.2.{mixture}.experts.{number}.{leaf}.weight"
@@ -224,10 +224,10 @@ def test_static_input_scales_of_experts_are_measured(
     tiny: Tiny, tmp_path: Path, method: str
 ) -> None:
     quantize(tiny("mixtral"), tmp_path / "q", swift(method, scheme="W8A8_STATIC"))
-    found = load_file(tmp_path / "q" / "model.safetensors")
+    stored = load_file(tmp_path / "q" / "model.safetensors")
     scales = {
         name: value
-        for name, value in found.items()
+        for name, value in stored.items()
         if ".experts." in name and "input_scale" in name
     }
     assert len(scales) == 3 * 4 * 3

@@ -26,10 +26,10 @@ Q4 = Q8.replace("q8", "q4").replace("Q8_0", "Q4_0")
 
 @pytest.fixture(scope="module")
 def files(tiny, tmp_path_factory):
-    made = tmp_path_factory.mktemp("files")
+    directory = tmp_path_factory.mktemp("files")
     for kind in ("Q8_0", "Q4_0"):
-        quantize(tiny("llama-wide"), made / f"x-{kind}.gguf", recipe(type=kind))
-    return made
+        quantize(tiny("llama-wide"), directory / f"x-{kind}.gguf", recipe(type=kind))
+    return directory
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def test_an_unwritable_card_is_refused_before_measuring(model, folder, monkeypat
 
 def test_a_release_card_omits_variants_that_fail_a_gate(tmp_path, model):
     beyond = f"{Q4}gates = {{max_bytes = 1}}\n"
-    made = release(written(tmp_path, model, Q8, beyond), tmp_path / "r")
-    assert [one.failed != () for one in made.variants] == [False, True]
+    result = release(written(tmp_path, model, Q8, beyond), tmp_path / "r")
+    assert [variant.failed != () for variant in result.variants] == [False, True]
     card = (tmp_path / "r/gguf/README.md").read_text()
     assert "q8.gguf" in card
     assert "q4.gguf" not in card

@@ -57,10 +57,10 @@ def unlocked(directory: Path) -> dict[str, bytes]:
 
 
 def edit(out: Path, change: Callable[[dict[str, object]], object]) -> None:
-    place = out / MANIFEST if out.is_dir() else out.with_name(f"{out.name}{MANIFEST_SUFFIX}")
-    document = json.loads(place.read_text())
+    path = out / MANIFEST if out.is_dir() else out.with_name(f"{out.name}{MANIFEST_SUFFIX}")
+    document = json.loads(path.read_text())
     change(document)
-    place.write_text(json.dumps(document))
+    path.write_text(json.dumps(document))
 
 
 # ---- a directory
@@ -178,10 +178,10 @@ def test_a_file_result_keeps_similarly_named_files(tmp_path: Path) -> None:
             (out.parent / file).write_text("mine")
         publish_file(out, tuple(file.replace("m-", f"{stem}-", 1) for file in PARTS), "old")
         publish_file(out, (out.name,), "new")
-        found = content(out.parent)
-        assert {file: found.pop(file) for file in foreign} == dict.fromkeys(foreign, b"mine")
-        assert found.keys() == {out.name, f"{out.name}{MANIFEST_SUFFIX}"}
-        assert found[out.name] == b"new"
+        remaining = content(out.parent)
+        assert {file: remaining.pop(file) for file in foreign} == dict.fromkeys(foreign, b"mine")
+        assert remaining.keys() == {out.name, f"{out.name}{MANIFEST_SUFFIX}"}
+        assert remaining[out.name] == b"new"
 
 
 BESIDE: dict[str, tuple[Plant, str]] = {

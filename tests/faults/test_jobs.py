@@ -70,30 +70,33 @@ def written(model, path):
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
     """Make the same release in one process, once for all tests."""
-    place = tmp_path_factory.mktemp("whole")
+    directory = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
-        release(written(tiny("llama-wide"), place / "release.toml"), place / "out")
-    return place / "out"
+        release(written(tiny("llama-wide"), directory / "release.toml"), directory / "out")
+    return directory / "out"
 
 
-def joining(spec, out, place):
-    """Start a process that takes part; ``place / NAME`` says afterwards that it made a variant."""
+def joining(spec, out, log_directory):
+    """Start a process that takes part; ``log_directory / NAME`` says afterwards that it made a variant."""
 
     def work():
         for name in release(spec, out, Settings(join=True)).made:
-            (place / name).touch(exist_ok=False)
+            (log_directory / name).touch(exist_ok=False)
 
-    return forked(work, place / f"errors-{random.random()}")
+    return forked(work, log_directory / f"errors-{random.random()}")
 
 
 @pytest.mark.thorough
 def test_three_processes_make_each_variant_once(spec, whole, tmp_path):
-    shared, place = tmp_path / "shared", tmp_path / "made"
-    place.mkdir()
-    children = [joining(spec, shared, place) for _ in range(3)]
+    shared, log_directory = tmp_path / "shared", tmp_path / "made"
+    log_directory.mkdir()
+    children = [joining(spec, shared, log_directory) for _ in range(3)]
     assert [ended(child) for child in children] == [0, 0, 0]
-    assert {path.name for path in place.iterdir() if "errors" not in path.name} == {*MADE, "q8"}
+    assert {path.name for path in log_directory.iterdir() if "errors" not in path.name} == {
+        *MADE,
+        "q8",
+    }
     assert tree(shared) == tree(whole)
     assert release(spec, shared, Settings(join=True)).made == ()
     assert tree(shared) == tree(whole)
@@ -106,23 +109,23 @@ def test_tuned_and_guided_variants_are_distributed_between_processes(model, tmp_
         "tuned": "tune = 1",
         "guided": "guided_hessians = 1",
     }
-    asked = HEAD.format(model=model) + "".join(
+    text = HEAD.format(model=model) + "".join(
         variant.format(name=name, method="gptq", scheme="int4:g32:sym", more=more)
         for name, more in alone.items()
     )
-    spec, place = tmp_path / "release.toml", tmp_path / "made"
-    spec.write_text(asked)
-    place.mkdir()
-    children = [joining(spec, tmp_path / "shared", place) for _ in range(2)]
+    spec, log_directory = tmp_path / "release.toml", tmp_path / "made"
+    spec.write_text(text)
+    log_directory.mkdir()
+    children = [joining(spec, tmp_path / "shared", log_directory) for _ in range(2)]
     assert [ended(child) for child in children] == [0, 0]
-    assert {path.name for path in place.iterdir() if "errors" not in path.name} == {*alone}
+    assert {path.name for path in log_directory.iterdir() if "errors" not in path.name} == {*alone}
     release(spec, tmp_path / "one")
     assert tree(tmp_path / "shared") == tree(tmp_path / "one")
 
 
 def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
-    shared, place = tmp_path / "shared", tmp_path / "made"
-    place.mkdir()
+    shared, log_directory = tmp_path / "shared", tmp_path / "made"
+    log_directory.mkdir()
 
     def until(step):
         def kill(progress):
@@ -130,12 +133,13 @@ def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return forked(
-            lambda: release(spec, shared, Settings(join=True, progress=kill)), place / "errors"
+            lambda: release(spec, shared, Settings(join=True, progress=kill)),
+            log_directory / "errors",
         )
 
     for step in ("block 1: rounding", "scoring"):
-        assert ended(until(step)) == -signal.SIGKILL, (place / "errors").read_text()
-    left = [joining(spec, shared, place) for _ in range(2)]
+        assert ended(until(step)) == -signal.SIGKILL, (log_directory / "errors").read_text()
+    left = [joining(spec, shared, log_directory) for _ in range(2)]
     assert [ended(child) for child in left] == [0, 0]
     assert tree(shared) == tree(whole)
 
@@ -143,20 +147,20 @@ def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
 def test_jobs_starts_workers_and_prints_once(spec, whole, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
     shared = tmp_path / "shared"
-    said = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
-    assert said.code == 0
+    ended_command = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
+    assert ended_command.code == 0
     assert [process.returncode for process in started] == [0]
-    assert {line.split()[0] for line in said.out.splitlines()[1:]} >= {*MADE, "q8"}
-    assert said.out.count("q8") == 1
-    assert "processes failed" not in said.err
+    assert {line.split()[0] for line in ended_command.out.splitlines()[1:]} >= {*MADE, "q8"}
+    assert ended_command.out.count("q8") == 1
+    assert "processes failed" not in ended_command.err
     assert tree(shared) == tree(whole)
 
 
 def counted(start, started):
     """Return ``start``, which adds the processes that it starts to a list."""
 
-    def other(said):
-        started.append(start(said))
+    def other(argument):
+        started.append(start(argument))
         return started[-1]
 
     return other
@@ -169,12 +173,12 @@ def test_a_sweep_with_jobs_matches_a_single_process(model, tmp_path, capsys, mon
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
     assert command(capsys, *common, "-o", tmp_path / "alone").code == 0
     assert not started
-    said = command(capsys, *common, "-o", tmp_path / "shared", "--jobs", "2")
-    assert said.code == 0
+    ended_command = command(capsys, *common, "-o", tmp_path / "shared", "--jobs", "2")
+    assert ended_command.code == 0
     assert [process.returncode for process in started] == [0]
-    assert len(json.loads(said.out)["results"]) == 2
-    assert json.loads(said.out)["failed_processes"] == []
-    assert said.err == ""
+    assert len(json.loads(ended_command.out)["results"]) == 2
+    assert json.loads(ended_command.out)["failed_processes"] == []
+    assert ended_command.err == ""
     assert tree(tmp_path / "shared") == tree(tmp_path / "alone")
     with pytest.raises(UsageError, match="begins late"):
         sweep(
@@ -212,22 +216,24 @@ def test_join_with_overwrite_is_refused(spec, tmp_path):
 
 def test_variants_over_the_budget_are_skipped_by_name(spec, whole, tmp_path, capsys):
     out = tmp_path / "out"
-    made = json.loads((whole / "release.json").read_text())["variants"]
-    sizes = {one["name"]: one["weight_bytes"] for one in made}
+    released = json.loads((whole / "release.json").read_text())["variants"]
+    sizes = {variant["name"]: variant["weight_bytes"] for variant in released}
     most = sorted(sizes.values())[1]
     for more in (("--dry-run",), ()):
-        said = command(capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more)
-        assert said.code == 0
+        ended_command = command(capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more)
+        assert ended_command.code == 0
         beyond = {name for name, size in sizes.items() if size > most}
         assert {
-            line.split(" is left out")[0] for line in said.err.splitlines() if "is left out" in line
+            line.split(" is left out")[0]
+            for line in ended_command.err.splitlines()
+            if "is left out" in line
         } == beyond
     variants = json.loads((out / "release.json").read_text())["variants"]
-    assert {one["name"] for one in variants} == {*sizes} - beyond
+    assert {variant["name"] for variant in variants} == {*sizes} - beyond
     assert {path.name for path in (out / "compressed-tensors").iterdir()} <= {*sizes} - beyond
-    said = command(capsys, "release", spec, "-o", tmp_path / "none", "--budget", "1B")
-    assert said.code == 4
-    assert "the smallest, int2, has" in said.err
+    ended_command = command(capsys, "release", spec, "-o", tmp_path / "none", "--budget", "1B")
+    assert ended_command.code == 4
+    assert "the smallest, int2, has" in ended_command.err
     assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="budget = '8GB'"):
         release(spec, out, budget="8GB")

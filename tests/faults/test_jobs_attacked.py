@@ -54,12 +54,12 @@ def test_failed_workers_are_counted_and_print_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["quantforge", "no-such-verb"])
-    said: list[str] = []
-    with processes.worker_processes(3, said.append) as failed:
+    notes: list[str] = []
+    with processes.worker_processes(3, notes.append) as failed:
         assert failed == []
-    assert [one["exit_code"] for one in failed] == [2, 2]
-    assert all("no-such-verb" in one["stderr"] for one in failed)
-    first, *why = said[0].splitlines()
+    assert [failure["exit_code"] for failure in failed] == [2, 2]
+    assert all("no-such-verb" in failure["stderr"] for failure in failed)
+    first, *why = notes[0].splitlines()
     assert first == "2 of 3 processes failed (exit code 2, 2); others did their part"
     assert why == failed[0]["stderr"].splitlines()  # once, though both said it
     assert capfd.readouterr() == ("", "")
@@ -81,12 +81,12 @@ def test_json_documents_list_failed_workers(
     program = "import sys; sys.exit('error: memory is full')"
     monkeypatch.setattr(processes, "_WORKER_PROGRAM", program)
     measured = ["--windows", "2", "--window-length", "16"]
-    own = (
+    arguments = (
         [spec]
         if verb == "release"
         else [model, "--over", "bits=4,8", "--method", "rtn", "--scales", "absmax", *measured]
     )
-    ran = command(capsys, verb, *own, "-o", tmp_path / "out", "--jobs", "2", "--json")
+    ran = command(capsys, verb, *arguments, "-o", tmp_path / "out", "--jobs", "2", "--json")
     assert ran.code == 0
     assert json.loads(ran.out)["failed_processes"] == [
         {"exit_code": 1, "stderr": "error: memory is full"}
@@ -100,10 +100,10 @@ def test_modules_in_the_working_directory_are_not_imported(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(Path(path).absolute()) for path in sys.path if path])
     monkeypatch.setattr(sys, "argv", ["quantforge", "--version"])
-    said: list[str] = []
-    with processes.worker_processes(2, said.append):
+    notes: list[str] = []
+    with processes.worker_processes(2, notes.append):
         pass
-    assert said == []
+    assert notes == []
 
 
 def test_a_failed_worker_start_stops_the_others(
@@ -196,10 +196,10 @@ def test_a_release_stores_its_own_spec_despite_another_start(
     spec.write_text(text)
     make = Variants.make
 
-    def other_begins(*given: Any) -> Any:
+    def other_begins(*arguments: Any) -> Any:
         (out / SPEC).write_text(text.replace('"a"', '"b"'))
         spec.write_text("edited since")
-        return make(*given)
+        return make(*arguments)
 
     monkeypatch.setattr(Variants, "make", other_begins)
     release(spec, out, Settings(join=True))

@@ -78,17 +78,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
             os.kill(child, signal.SIGKILL)
 
 
-def join(model: Path, out: Path, wanted: Recipe = PLAIN, **settings: Any) -> None:
+def join(model: Path, out: Path, recipe: Recipe = PLAIN, **settings: Any) -> None:
     """Take part in a run, in a calibrated one as a rank of torchrun."""
     with pytest.MonkeyPatch.context() as patch:
-        if wanted.method != PLAIN.method:
+        if recipe.method != PLAIN.method:
             patch.setenv("TORCHELASTIC_RUN_ID", "x")
-        quantize(model, out, wanted, join=True, **settings)
+        quantize(model, out, recipe, join=True, **settings)
 
 
-def before_call(place: object, name: str, number: int, act: Callable[[], None]) -> None:
+def before_call(owner: object, name: str, number: int, act: Callable[[], None]) -> None:
     """Let this process, a child, do something in front of a call."""
-    function, calls = getattr(place, name), [0]
+    function, calls = getattr(owner, name), [0]
 
     def counted(*arguments: Any, **named: Any) -> Any:
         calls[0] += 1
@@ -96,17 +96,17 @@ def before_call(place: object, name: str, number: int, act: Callable[[], None]) 
             act()
         return function(*arguments, **named)
 
-    setattr(place, name, counted)
+    setattr(owner, name, counted)
 
 
 def send(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def appears(found: Callable[[], bool]) -> None:
+def appears(condition: Callable[[], bool]) -> None:
     """Wait until something is there."""
     deadline = time.monotonic() + 60
-    while not found():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -124,27 +124,29 @@ def appears(found: Callable[[], bool]) -> None:
 def test_two_processes_write_the_same_bytes_as_one(
     model: Path, tmp_path: Path, start: Start, name: str, wanted: Recipe
 ) -> None:
-    places = {kind: tmp_path / kind for kind in ("one", "two", "log")}
-    for place in places.values():
-        place.mkdir()
-    quantize(model, places["one"] / name, wanted)
+    directories = {kind: tmp_path / kind for kind in ("one", "two", "log")}
+    for directory in directories.values():
+        directory.mkdir()
+    quantize(model, directories["one"] / name, wanted)
 
-    def worker(own: str, other: str) -> None:
+    def worker(own_log: str, other_log: str) -> None:
         def progress(done: Progress) -> None:
             """Wait after the first unit until the other process has done one, too."""
             if not done.part:
                 return
-            with (places["log"] / own).open("a") as file:
+            with (directories["log"] / own_log).open("a") as file:
                 file.write(f"{done.part}\n")
-            appears((places["log"] / other).exists)
+            appears((directories["log"] / other_log).exists)
 
-        join(model, places["two"] / name, wanted, progress=progress)
+        join(model, directories["two"] / name, wanted, progress=progress)
 
     children = [start(partial(worker, "a", "b")), start(partial(worker, "b", "a"))]
     assert [ended(child) for child in children] == [0, 0]
-    assert tree(places["two"]) == tree(places["one"])
-    assert leftovers(places["two"] / "m") == {path.name for path in places["one"].iterdir()}
-    done = [(places["log"] / own).read_text().split("\n")[:-1] for own in "ab"]
+    assert tree(directories["two"]) == tree(directories["one"])
+    assert leftovers(directories["two"] / "m") == {
+        path.name for path in directories["one"].iterdir()
+    }
+    done = [(directories["log"] / log_name).read_text().split("\n")[:-1] for log_name in "ab"]
     assert all(done)
     tuned = ["tune", "tune block 0", "tune block 1"] if wanted.tune else []
     assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer", *tuned]
@@ -153,8 +155,8 @@ def test_two_processes_write_the_same_bytes_as_one(
 def test_tuning_continues_after_the_tuning_process_is_killed(
     model: Path, tmp_path: Path, start: Start
 ) -> None:
-    wanted, log = replace(GPTQ, tune=1), tmp_path / "m-log"
-    quantize(model, tmp_path / "one", wanted)
+    recipe, log = replace(GPTQ, tune=1), tmp_path / "m-log"
+    quantize(model, tmp_path / "one", recipe)
 
     def first(done: Progress) -> None:
         if done.part == "tune block 0":
@@ -164,9 +166,9 @@ def test_tuning_continues_after_the_tuning_process_is_killed(
         with log.open("a") as file:
             file.write(f"{done.part}\n")
 
-    killed = start(lambda: join(model, tmp_path / "two", wanted, progress=first))
+    killed = start(lambda: join(model, tmp_path / "two", recipe, progress=first))
     assert ended(killed) == -signal.SIGKILL
-    assert ended(start(lambda: join(model, tmp_path / "two", wanted, progress=second))) == 0
+    assert ended(start(lambda: join(model, tmp_path / "two", recipe, progress=second))) == 0
     assert [line for line in log.read_text().split("\n") if "tune" in line][-1] == "tune block 1"
     assert "tune block 0\n" not in log.read_text()
     assert tree(tmp_path / "two") == tree(tmp_path / "one")
@@ -193,7 +195,7 @@ def whole(
     reference: dict[str, str], calibrated: dict[str, str]
 ) -> Callable[[Recipe], dict[str, str]]:
     """Return a function from one of the two recipes to what one process makes."""
-    return lambda wanted: reference if wanted is PLAIN else calibrated
+    return lambda recipe: reference if recipe is PLAIN else calibrated
 
 
 def held(out: Path) -> list[str]:
@@ -303,8 +305,8 @@ def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
 ) -> None:
     """Another did block 1 and the head meanwhile, took block 0 over, and is stopped within it."""
 
-    def stopped(place: object, name: str, number: int) -> None:
-        before_call(place, name, number, send(signal.SIGSTOP))
+    def stopped(owner: object, name: str, number: int) -> None:
+        before_call(owner, name, number, send(signal.SIGSTOP))
         join(model, out, GPTQ)
 
     first = start(partial(stopped, place, name, number))
@@ -329,12 +331,12 @@ def test_a_worker_takes_over_the_block_it_waits_for(
     def stopped() -> None:
         write, calls = SharedStates.write, [0]
 
-        def counted(states: SharedStates, *given: Any) -> None:
+        def counted(states: SharedStates, *arguments: Any) -> None:
             calls[0] += 1
             if calls[0] == 4:
                 states.flush()
                 os.kill(os.getpid(), signal.SIGSTOP)
-            write(states, *given)
+            write(states, *arguments)
 
         SharedStates.write = counted  # type: ignore[method-assign]
         join(model, out, GPTQ)
@@ -343,9 +345,9 @@ def test_a_worker_takes_over_the_block_it_waits_for(
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     states = next((out.parent / UNITS).glob("*/states"))
     assert sorted(path.name for path in states.iterdir()) == ["0.0", "0.4", "1.0"]
-    told: list[str] = []
-    join(model, out, GPTQ, progress=lambda done: told.append(done.part))
-    assert [*filter(None, told)] == ["block 0", "block 1", "head"]
+    parts: list[str] = []
+    join(model, out, GPTQ, progress=lambda done: parts.append(done.part))
+    assert [*filter(None, parts)] == ["block 0", "block 1", "head"]
     assert tree(out) == calibrated
     os.kill(child, signal.SIGCONT)
     assert ended(child) == 0
@@ -380,8 +382,8 @@ def test_shared_states_are_removed_after_use(model: Path, out: Path) -> None:
     there: list[set[str]] = []
 
     def look(_: Progress) -> None:
-        found = (out.parent / UNITS).glob("*/states/*.*")
-        there.append({path.name.partition(".")[0] for path in found})
+        paths = (out.parent / UNITS).glob("*/states/*.*")
+        there.append({path.name.partition(".")[0] for path in paths})
 
     join(model, out, GPTQ, progress=look)
     assert max(map(len, there)) <= 3
@@ -393,9 +395,9 @@ def test_a_single_process_resumes_a_shared_run(
 ) -> None:
     with pytest.raises(StopError):
         join(model, out, wanted, progress=crash_after("block 0"))
-    told: list[str] = []
-    quantize(model, out, wanted, progress=lambda done: told.append(done.part))
-    assert [*filter(None, told)] == ["block 1", "head"]
+    parts: list[str] = []
+    quantize(model, out, wanted, progress=lambda done: parts.append(done.part))
+    assert [*filter(None, parts)] == ["block 1", "head"]
     assert tree(out) == whole(wanted)
     assert leftovers(out) == {"out"}
 
@@ -412,18 +414,20 @@ def test_a_shared_run_keeps_the_work_of_one_process(
     with pytest.raises(StopError):
         quantize(model, out, wanted, progress=crash_after(crashed))
     done: list[str] = []
-    said: list[str] = []
+    notes: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         written = Worker._write_unit
         patch.setattr(
-            Worker, "_write_unit", lambda *given: done.append(given[2].name) or written(*given)
+            Worker,
+            "_write_unit",
+            lambda *arguments: done.append(arguments[2].name) or written(*arguments),
         )
         with pytest.raises(StopError):  # and on the way there the shared run crashes, too
             join(model, out, wanted, progress=crash_after(order[order.index(crashed) + 1]))
-        join(model, out, wanted, note=said.append)
+        join(model, out, wanted, note=notes.append)
     assert sorted(done) == sorted(order[order.index(crashed) + 1 :])
     kept = order.index(crashed) + 1
-    assert said[0] == f"{kept} of 4 parts are kept, which one process had finished"
+    assert notes[0] == f"{kept} of 4 parts are kept, which one process had finished"
     assert tree(out) == whole(wanted)
     assert leftovers(out) == {"out"}
 
@@ -435,9 +439,9 @@ def test_a_shared_run_redoes_experts_of_an_unfinished_block(
     quantize(model, tmp_path / "m", GPTQ)
     with pytest.raises(StopError):
         quantize(model, out, GPTQ, progress=crash_after("block 1 expert 1"))
-    said: list[str] = []
-    join(model, out, GPTQ, note=said.append)
-    assert said[0].startswith("2 of 5 parts")
+    notes: list[str] = []
+    join(model, out, GPTQ, note=notes.append)
+    assert notes[0].startswith("2 of 5 parts")
     assert tree(out) == tree(tmp_path / "m")
 
 
@@ -460,9 +464,9 @@ def test_units_of_another_run_are_refused_with_a_usable_hint(
 ) -> None:
     """They were copied into the place of this run's; others may be at work, so that nobody is told to overwrite."""
     other = out.with_name("other")
-    for place, wanted in ((out, PLAIN), (other, swift(scales="absmax", bits=8))):
+    for output, recipe in ((out, PLAIN), (other, swift(scales="absmax", bits=8))):
         with pytest.raises(StopError):
-            join(model, place, wanted, progress=crash_after("block 0"))
+            join(model, output, recipe, progress=crash_after("block 0"))
     shutil.rmtree(out.parent / UNITS)
     shutil.move(out.parent / ".other.qf/units", out.parent / UNITS)
     shutil.rmtree(out.parent / ".other.qf")
@@ -590,13 +594,13 @@ def test_joining_an_unshared_run_is_refused_as_busy(
 def test_join_option_on_the_command_line(
     model: Path, out: Path, reference: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ("quantize", model, "--scales", "absmax", "--bits", "4", "--join", "-o", out)
-    assert command(capsys, *asked).code == 0
+    arguments = ("quantize", model, "--scales", "absmax", "--bits", "4", "--join", "-o", out)
+    assert command(capsys, *arguments).code == 0
     assert tree(out).keys() == reference.keys()
-    again = command(capsys, *asked)
+    again = command(capsys, *arguments)
     assert again.code == 0, again.err
     assert "resumed" not in again.err
-    refused = command(capsys, *asked[:-1], out.with_name("m2"), "--overwrite")
+    refused = command(capsys, *arguments[:-1], out.with_name("m2"), "--overwrite")
     assert refused.code == 2
     assert "write to a new directory" in refused.err
 
@@ -632,10 +636,10 @@ def test_joining_refuses_a_result_without_the_requested_provenance(
 def test_a_block_with_unwritable_states_is_not_finished(
     model: Path, out: Path, calibrated: dict[str, str]
 ) -> None:
-    def full(path: Path, *given: Any, **named: Any) -> None:
+    def full(path: Path, *arguments: Any, **named: Any) -> None:
         if path.name == "1.4":  # behind block 0, the last rows
             raise ResourceError("no space", "free some")
-        save(path, *given, **named)
+        save(path, *arguments, **named)
 
     save = shared_run.save_file
     with pytest.MonkeyPatch.context() as patch:

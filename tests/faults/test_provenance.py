@@ -31,10 +31,10 @@ def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_reproduce_rebuilds_a_result_byte_for_byte(result, model):
-    made = reproduce(result, str(model), Settings())
-    assert made.differing == ()
-    assert made.versions == {}
-    assert made.files == len(tree(result)) - 2  # without the manifest and the card
+    report = reproduce(result, str(model), Settings())
+    assert report.differing == ()
+    assert report.versions == {}
+    assert report.files == len(tree(result)) - 2  # without the manifest and the card
 
 
 def test_reproduce_reports_files_that_differ(result, model, tmp_path, capsys):
@@ -43,11 +43,11 @@ def test_reproduce_reports_files_that_differ(result, model, tmp_path, capsys):
     document["recipe"] = document["recipe"].replace('"gptq"', '"rtn"', 1)
     (other / NAME).write_text(json.dumps(document))
     ended = command(capsys, "reproduce", other, "--source", model, "--json")
-    found = json.loads(ended.out)
+    report = json.loads(ended.out)
     assert ended.code == 5
-    assert found["schema"] == "quantforge.reproduce/1"
-    assert "model.safetensors" in found["differing"]
-    assert "config.json" not in found["differing"]
+    assert report["schema"] == "quantforge.reproduce/1"
+    assert "model.safetensors" in report["differing"]
+    assert "config.json" not in report["differing"]
 
 
 def test_reproduce_refuses_another_source_before_work(result, tiny, tmp_path):
@@ -63,12 +63,12 @@ def test_reproduce_handles_gguf_results_and_gguf_sources(model, tmp_path):
     file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
     plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
     quantize(model, file, recipe(type="BF16", **plain), modelfile=True, provenance=True)
-    made = reproduce(file, str(model))
-    assert (made.files, made.differing) == (4, ())
+    report = reproduce(file, str(model))
+    assert (report.files, report.differing) == (4, ())
     kept = reproduce(file, str(model), keep=tmp_path / "z.gguf")
     assert (kept.files, kept.differing) == (1, ())
     assert kept.left_out == ("a.Modelfile", "a.gguf.bom.cdx.json", "a.gguf.provenance.intoto.json")
-    assert made.left_out == ()
+    assert report.left_out == ()
     (tmp_path / "a.Modelfile").write_text("FROM ./other.gguf\n")
     edited = reproduce(file, str(model))
     assert edited.differing == edited.edited == ("a.Modelfile",)
@@ -85,12 +85,12 @@ def test_reproduce_handles_gguf_results_and_gguf_sources(model, tmp_path):
 def test_diff_names_recipe_tensor_and_file_differences(result, model, tmp_path, capsys):
     quantize(model, tmp_path / "m", recipe(scheme="int8:g32:sym"))
     (tmp_path / "m" / "chat_template.jinja").write_text("{{ 'x' }}")
-    found = difference(result, tmp_path / "m")
-    assert found.recorded_differences["recipe.scheme"] == ["int4:g32:sym", "int8:g32:sym"]
-    assert found.files == ["chat_template.jinja"]
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in found.tensors} == {
+    differences = difference(result, tmp_path / "m")
+    assert differences.recorded_differences["recipe.scheme"] == ["int4:g32:sym", "int8:g32:sym"]
+    assert differences.files == ["chat_template.jinja"]
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in differences.tensors} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # fmt: skip
-    assert all(10 < value < 30 for value in found.tensors.values())
+    assert all(10 < value < 30 for value in differences.tensors.values())
     ended = command(capsys, "diff", result, tmp_path / "m", "--json")
     assert ended.code == 5
     assert json.loads(ended.out)["equal"] is False
@@ -98,9 +98,9 @@ def test_diff_names_recipe_tensor_and_file_differences(result, model, tmp_path, 
 
 def test_diff_of_a_copy_is_equal(result, tmp_path, capsys):
     again = copied(result, tmp_path / "again")
-    found = difference(result, again)
-    assert found.equal
-    assert all(value == math.inf for value in found.tensors.values())
+    differences = difference(result, again)
+    assert differences.equal
+    assert all(value == math.inf for value in differences.tensors.values())
     assert command(capsys, "diff", result, again).code == 0
 
 
@@ -121,9 +121,9 @@ def test_diff_accepts_a_recipe_without_one_field(result, tmp_path):
     lacking = document["recipe"].replace("tune = 0\n", "")
     assert lacking != document["recipe"]
     (again / NAME).write_text(json.dumps(document | {"recipe": lacking}))
-    found = difference(result, again)
-    assert found.recorded_differences == {"recipe.tune": [0, None]}
-    assert found.missing_records == {"first": [], "second": []}
+    differences = difference(result, again)
+    assert differences.recorded_differences == {"recipe.tune": [0, None]}
+    assert differences.missing_records == {"first": [], "second": []}
     (again / NAME).unlink()
     assert difference(result, again).missing_records["second"] == ["manifest", "recipe"]
 
@@ -144,9 +144,9 @@ def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):
 @pytest.mark.parametrize(("first", "second"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
 def test_diff_handles_zero_nan_and_infinite_tensors(first, second, model, tmp_path, capsys):
     changed = [filled(model, tmp_path / name, x) for name, x in (("a", first), ("b", second))]
-    found = difference(*changed)
-    assert set(found.tensors.values()) == {-math.inf}
-    assert not found.equal
+    differences = difference(*changed)
+    assert set(differences.tensors.values()) == {-math.inf}
+    assert not differences.equal
     assert command(capsys, "diff", *changed).code == 5
     assert all(difference(each, each).equal for each in changed)
 
@@ -173,8 +173,8 @@ def test_a_manifest_whose_recipe_is_damaged_is_refused(text, result, tmp_path, c
 def test_provenance_lists_the_digest_of_every_file(result, model):
     statement = json.loads((result / STATEMENT).read_text())
     bill = json.loads((result / BILL).read_text())
-    own = {STATEMENT, BILL, NAME}
-    expected = {name: digest for name, digest in tree(result).items() if name not in own}
+    unlisted = {STATEMENT, BILL, NAME}
+    expected = {name: digest for name, digest in tree(result).items() if name not in unlisted}
     subjects = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
     assert subjects == expected
     (ancestor,) = bill["metadata"]["component"]["pedigree"]["ancestors"]

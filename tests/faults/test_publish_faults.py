@@ -135,30 +135,30 @@ for place in sys.argv[1:]:
 
 
 def test_a_kill_at_any_call_leaves_the_old_or_new_output(tmp_path: Path) -> None:
-    places = [tmp_path / "absent", tmp_path / "existing"]
-    for place in places:
+    directories = [tmp_path / "absent", tmp_path / "existing"]
+    for directory in directories:
         for at in range(1, 60):
-            (place / f"{at}").mkdir(parents=True)
-            if place.name == "existing":
-                make(place / f"{at}/out", "old", FAST)
-    command = [sys.executable, "-c", KILLED, *map(str, places)]
+            (directory / f"{at}").mkdir(parents=True)
+            if directory.name == "existing":
+                make(directory / f"{at}/out", "old", FAST)
+    command = [sys.executable, "-c", KILLED, *map(str, directories)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)
     make(tmp_path / "expected", "new", FAST)
     make(tmp_path / "old", "old", FAST)
     expected, old = content(tmp_path / "expected"), content(tmp_path / "old")
-    for place, calls in zip(places, done.stdout.split(), strict=True):
-        check_killed(place, int(calls), old if place.name == "existing" else None, expected)
+    for directory, calls in zip(directories, done.stdout.split(), strict=True):
+        check_killed(directory, int(calls), old if directory.name == "existing" else None, expected)
 
 
 def check_killed(
-    place: Path, calls: int, old: dict[str, bytes] | None, expected: dict[str, bytes]
+    directory: Path, calls: int, old: dict[str, bytes] | None, expected: dict[str, bytes]
 ) -> None:
     """Check what each kill left, and that the next run makes it whole."""
     assert 20 < calls < 60
     states = []
     for at in range(1, calls):
-        out = place / f"{at}/out"
+        out = directory / f"{at}/out"
         state = content(out) if out.exists() else None
         states.append(state == expected)
         assert state in (old, expected)

@@ -70,10 +70,10 @@ def test_the_next_run_finishes_a_publication_killed_at_any_call(
             pass
         else:
             break
-        found = visible(out)
-        side = found.get(f"m.gguf{MANIFEST_SUFFIX}")
-        assert {text for name, text in found.items() if "gguf" in name} <= {side or "new", "old"}
-        assert side is None or len({found[name] for name in found if ".gguf" in name}) == 1
+        files = visible(out)
+        side = files.get(f"m.gguf{MANIFEST_SUFFIX}")
+        assert {text for name, text in files.items() if "gguf" in name} <= {side or "new", "old"}
+        assert side is None or len({files[name] for name in files if ".gguf" in name}) == 1
         with suppress(RefusedError), FileStage(out, overwrite=False, disk=FAST) as stage:
             stage.clear()
         after.append(visible(out))
@@ -109,14 +109,14 @@ def test_a_failed_rename_does_not_lose_staged_files(tmp_path: Path) -> None:
 
 def test_an_existing_output_is_described_with_an_alternative_name(tmp_path):
     out = tmp_path / "demo-Q4_0.gguf"
-    made = {"source": {"model": "demo-awq-int4"}, "method": "awq", "format": "gguf"}
-    for said, from_there in (
+    document = {"source": {"model": "demo-awq-int4"}, "method": "awq", "format": "gguf"}
+    for text, from_there in (
         ("", ""),
         (json.dumps({"source": 5, "method": "awq"}), ""),
-        (json.dumps(made), ", made from demo-awq-int4 (method awq, format gguf)"),
+        (json.dumps(document), ", made from demo-awq-int4 (method awq, format gguf)"),
     ):
         out.write_text("old")
-        out.with_name(f"{out.name}{MANIFEST_SUFFIX}").write_text(said)
+        out.with_name(f"{out.name}{MANIFEST_SUFFIX}").write_text(text)
         with pytest.raises(RefusedError) as refused, FileStage(out, overwrite=False):
             pass
         assert refused.value.message == f"{out}: exists{from_there}"
@@ -127,7 +127,7 @@ def test_an_existing_output_is_described_with_an_alternative_name(tmp_path):
     assert "demo-Q4_0-3.gguf" in refused.value.hint
     folder = tmp_path / "demo-4.06bpw"
     folder.mkdir()
-    (folder / "quantforge.manifest.json").write_text(json.dumps(made))
+    (folder / "quantforge.manifest.json").write_text(json.dumps(document))
     with pytest.raises(RefusedError, match=r"made from demo-awq-int4") as refused:
         Stage(folder, overwrite=False).__enter__()
     assert "demo-4.06bpw-2," in refused.value.hint
@@ -159,20 +159,20 @@ RECIPES = {
 def test_repeating_a_command_after_a_late_kill_finds_the_result(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, another: bool
 ) -> None:
-    wanted, out, plain = RECIPES[name], tmp_path / name, tmp_path / "plain" / name
+    recipe, out, plain = RECIPES[name], tmp_path / name, tmp_path / "plain" / name
     plain.parent.mkdir()
-    quantize(model, plain, wanted)
+    quantize(model, plain, recipe)
     with monkeypatch.context() as patch:
         patch.setattr(*KILLS[name])
         with pytest.raises(KilledError):
-            quantize(model, out, wanted)
+            quantize(model, out, recipe)
     if another:
         with pytest.raises(RefusedError, match="exists"):
-            quantize(model, out, replace(wanted, ignore=("layers.0.mlp.up_proj",)))
-    again = quantize(model, out, wanted)
+            quantize(model, out, replace(recipe, ignore=("layers.0.mlp.up_proj",)))
+    again = quantize(model, out, recipe)
     assert again.resumed
     assert len(again.events) == len((manifest.read_manifest(out) or {})["events"])
-    found = {path: digest for path, digest in tree(tmp_path).items() if path[:6] != "plain/"}
-    assert found == tree(plain.parent)
+    files = {path: digest for path, digest in tree(tmp_path).items() if path[:6] != "plain/"}
+    assert files == tree(plain.parent)
     with pytest.raises(RefusedError, match="exists"):
-        quantize(model, out, wanted)
+        quantize(model, out, recipe)

@@ -117,11 +117,11 @@ def test_no_written_file_contains_a_local_path(place, capsys):
     )
     assert telling(out) == []
     assert len(list(out.rglob("*"))) > 30
-    stated = manifest.read_manifest(out / "a")
-    assert stated["calibration"]["sources"] == ["talks.txt", "mails.jsonl:body"]
-    assert 'source = "talks.txt=3,mails.jsonl:body"' in stated["recipe"]
+    recorded = manifest.read_manifest(out / "a")
+    assert recorded["calibration"]["sources"] == ["talks.txt", "mails.jsonl:body"]
+    assert 'source = "talks.txt=3,mails.jsonl:body"' in recorded["recipe"]
     digest = manifest.sha256(texts / "talks.txt", None)
-    for text in (stated["recipe"], (out / "r.md").read_text()):
+    for text in (recorded["recipe"], (out / "r.md").read_text()):
         assert digest in text
     assert (
         read_gguf(out / "b.gguf").value("quantize.imatrix.dataset", str)
@@ -143,10 +143,10 @@ def test_reproduce_needs_the_same_calibration_text(place, capsys):
     text = place / "texts" / "talks.txt"
     run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "m", "--calibration", text)
     again = ("reproduce", "m", "--source", "wren")
-    said = run(capsys, *again, code=3)
+    output = run(capsys, *again, code=3)
     assert (
         f"--calibration 'talks.txt', with the paths of its files here: SHA-256 {manifest.sha256(text, None)}"
-        in said
+        in output
     )
     other = place / "renamed.md"
     shutil.copy(text, other)
@@ -163,8 +163,8 @@ def test_reproduce_needs_the_same_calibration_text(place, capsys):
 
 
 def test_reproduce_checks_the_digest_of_the_imatrix(place, capsys):
-    made = ("quantize", "wren", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "m.gguf", *ROWS)
-    run(capsys, *made)
+    arguments = ("quantize", "wren", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "m.gguf", *ROWS)
+    run(capsys, *arguments)
     again = ("reproduce", "m.gguf", "--source", "wren")
     digest = manifest.sha256(place / "i.gguf", None)
     assert f"--imatrix FILE, of SHA-256 {digest}" in run(capsys, *again, code=3)

@@ -59,16 +59,16 @@ def torchrun(words: tuple[object, ...], count: int, errors: Path) -> int:
     return forked(launch, errors)
 
 
-def rank(words: tuple[object, ...], place: Path, number: int) -> int:
+def rank(words: tuple[object, ...], log_directory: Path, number: int) -> int:
     """Start one of the processes of torchrun as a fork, which has the imports of this one."""
 
     def work() -> None:
         os.environ |= {STARTED: "x", "RANK": str(number), "LOCAL_RANK": str(number)}
         sys.argv = ["quantforge", *map(str, words)]
-        sys.stdout = place.joinpath(f"out-{number}").open("w")
+        sys.stdout = log_directory.joinpath(f"out-{number}").open("w")
         main()
 
-    return forked(work, place / f"errors-{number}")
+    return forked(work, log_directory / f"errors-{number}")
 
 
 def children(process: int) -> list[int]:
@@ -94,13 +94,13 @@ def test_a_run_resumes_with_more_ranks_after_one_dies(
     os.kill(children(first)[0], signal.SIGKILL)
     assert ended(first) == 1, errors.read_text()
     errors.unlink()
-    place = out.with_name("m.said")
-    place.mkdir()
-    again = [rank(words, place, number) for number in range(3)]
+    log_directory = out.with_name("m.said")
+    log_directory.mkdir()
+    again = [rank(words, log_directory, number) for number in range(3)]
     assert [ended(child) for child in again] == [0, 0, 0]
-    said = [place.joinpath(f"out-{number}").read_text() for number in range(3)]
-    assert [text.count("quantforge.quantize/2") for text in said] == [1, 0, 0]
-    shutil.rmtree(place)
+    outputs = [log_directory.joinpath(f"out-{number}").read_text() for number in range(3)]
+    assert [text.count("quantforge.quantize/2") for text in outputs] == [1, 0, 0]
+    shutil.rmtree(log_directory)
     assert tree(out) == tree(out.with_name("m"))
     assert leftovers(out) == {"out"}
 
@@ -110,14 +110,14 @@ def test_ranks_with_options_of_another_run_are_refused(
 ) -> None:
     for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    wanted = swift("gptq", bits=3)
+    recipe = swift("gptq", bits=3)
     with pytest.raises(StopError):
-        quantize(model, out, wanted, join=True, progress=crash_after("outer"))
+        quantize(model, out, recipe, join=True, progress=crash_after("outer"))
     refused = command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)
     assert refused.code == 5
     assert "bits: 3 there, 4 here" in refused.err + refused.out
     assert "when no process works on it any more" in refused.err + refused.out
-    quantize(model, out, wanted, join=True)
+    quantize(model, out, recipe, join=True)
     assert leftovers(out) == {"out"}
 
 
@@ -130,15 +130,21 @@ def test_the_slurm_array_example_matches_a_single_release(
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantforge "$@"\n')
     program.chmod(0o755)
     spec.write_text(TWO_VARIANTS.format(model=model))
-    asked = [ROOT / "docs/examples/slurm-array.sh", spec, out, "--quiet"]
-    own = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "SOURCE_DATE_EPOCH": "0"}
+    arguments = [ROOT / "docs/examples/slurm-array.sh", spec, out, "--quiet"]
+    environment = {
+        **os.environ,
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "SOURCE_DATE_EPOCH": "0",
+    }
     tasks = [
-        subprocess.Popen(asked, env={**own, "SLURM_ARRAY_TASK_ID": str(number)}, cwd=ROOT)
+        subprocess.Popen(
+            arguments, env={**environment, "SLURM_ARRAY_TASK_ID": str(number)}, cwd=ROOT
+        )
         for number in range(2)
     ]
     assert [task.wait() for task in tasks] == [0, 0]
     alone = out.with_name("m")
-    subprocess.run([program, "release", spec, "-o", alone], env=own, cwd=ROOT, check=True)
+    subprocess.run([program, "release", spec, "-o", alone], env=environment, cwd=ROOT, check=True)
     assert tree(out) == tree(alone)
 
 
@@ -147,7 +153,7 @@ def test_each_rank_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ((STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert processes.is_silent()
-    assert [processes.rank_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
+    assert [processes.rank_device(device) for device in ("cpu", "cuda", "cuda:3")] == [
         "cpu",
         "cuda:1",
         "cuda:3",
@@ -173,8 +179,8 @@ def test_two_ranks_generate_the_answer_of_one_process(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two processes holds half of the packed weights; the answer is that of one, said once."""
-    asked = ("--method", "rtn", "--scheme", "int4:g32:sym", "-o", out)
-    assert command(capsys, "quantize", model, *asked).code == 0
+    arguments = ("--method", "rtn", "--scheme", "int4:g32:sym", "-o", out)
+    assert command(capsys, "quantize", model, *arguments).code == 0
     words = ("generate", out, "the weights of", "--max-tokens", "8", "--json")
     alone = json.loads(command(capsys, *words).out)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -183,19 +189,19 @@ def test_two_ranks_generate_the_answer_of_one_process(
         capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
     )  # fmt: skip
     assert shared.returncode == 0, shared.stderr
-    told = json.loads(shared.stdout)
-    first, other = (found["answers"][0]["choices"][0] for found in (alone, told))
+    shared_document = json.loads(shared.stdout)
+    first, other = (document["answers"][0]["choices"][0] for document in (alone, shared_document))
     assert other["tokens"] == first["tokens"]
     assert len(other["tokens"]) == 8
     for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    for more, said in (
+    for more, message in (
         (("generate", out), "no terminal and no standard input in common"),
         (("generate", out, "x", "--draft", "ngram"), "share one model"),
     ):
         refused = command(capsys, *more)
         assert refused.code == 2
-        assert said in refused.err
+        assert message in refused.err
 
 
 def test_an_error_of_all_ranks_is_printed_once(
@@ -203,21 +209,21 @@ def test_an_error_of_all_ranks_is_printed_once(
 ) -> None:
     """torchrun gives each process a file for its error, in directories side by side."""
     monkeypatch.setenv(STARTED, "x")
-    told = []
+    results = []
     for rank in ("1", "0"):
-        place = out.with_name("m") / "attempt" / rank
-        place.mkdir(parents=True)
+        directory = out.with_name("m") / "attempt" / rank
+        directory.mkdir(parents=True)
         for name, value in (
             ("RANK", rank),
             ("LOCAL_RANK", rank),
-            (processes.ERROR_FILE_VARIABLE, str(place / "error.json")),
+            (processes.ERROR_FILE_VARIABLE, str(directory / "error.json")),
         ):
             monkeypatch.setenv(name, value)
-        told += [
+        results += [
             command(capsys, "generate", out, "x"),
             command(capsys, "generate", out, "x", "-n", 0),
         ]
-    assert [one.code for one in told] == [3, 2, 3, 2]
-    assert [bool(one.err) for one in told] == [True, True, False, False]
+    assert [result.code for result in results] == [3, 2, 3, 2]
+    assert [bool(result.err) for result in results] == [True, True, False, False]
     monkeypatch.setenv(processes.ERROR_FILE_VARIABLE, "error.json")  # of nobody else
     assert command(capsys, "generate", out, "x").err

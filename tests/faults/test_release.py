@@ -51,23 +51,23 @@ def written(tmp_path, model, *parts):
 def test_a_killed_release_resumes_and_can_be_extended(model, tmp_path, capsys):
     spec, errors = written(tmp_path, model, INT4, Q8), tmp_path / "errors"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    made = release(spec, whole)
-    assert made.made == ("int4", "q8")
-    made.check_gates()
+    result = release(spec, whole)
+    assert result.made == ("int4", "q8")
+    result.check_gates()
     checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=whole, check=False)
     assert checked.returncode == 0
     named = {line.split("  ")[1] for line in (whole / "SHA256SUMS").read_text().splitlines()}
     assert named == {*tree(whole)} - {"SHA256SUMS"}
 
-    def until(place):
+    def until(step):
         def kill(progress):
-            if place in f"{progress.phase}: {progress.step}":
+            if step in f"{progress.phase}: {progress.step}":
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return forked(lambda: release(spec, killed, Settings(progress=kill)), errors)
 
-    for place in ("reading", "block 1: rounding", "publishing", "scoring"):
-        assert ended(until(place)) == -signal.SIGKILL, errors.read_text()
+    for kill_step in ("reading", "block 1: rounding", "publishing", "scoring"):
+        assert ended(until(kill_step)) == -signal.SIGKILL, errors.read_text()
     release(spec, killed)
     assert tree(killed) == tree(whole)
     assert release(spec, killed).made == ()
@@ -84,13 +84,13 @@ def test_a_killed_release_resumes_and_can_be_extended(model, tmp_path, capsys):
 
 
 def test_an_invalid_release_file_gets_an_example(tmp_path, capsys):
-    for text, said in (
+    for text, message in (
         ("{}", "it is a release file"),
         ('model = "m"\n[evaluation]\nwindows = "x"', "e.g. windows = 4"),
     ):
         (tmp_path / "r.toml").write_text(text)
         ended = command(capsys, "release", tmp_path / "r.toml")
-        assert (ended.code, said in ended.err.partition("hint: ")[2]) == (3, True), ended.err
+        assert (ended.code, message in ended.err.partition("hint: ")[2]) == (3, True), ended.err
 
 
 def uploads(out, *typed):
@@ -109,11 +109,13 @@ def test_repository_names_contain_the_model_name_once(stated, tmp_path):
     out = tmp_path / "made"
     out.mkdir()
     names = ("demo-vllm-4bit", "demo", "other-demo-mlx")
-    made = [ReleasedVariant(name, out / name, "awq", "awq", 1, {}, ()) for name in names]
-    (out / "upload.sh").write_text(upload_script(stated, made))
+    variants = [ReleasedVariant(name, out / name, "awq", "awq", 1, {}, ()) for name in names]
+    (out / "upload.sh").write_text(upload_script(stated, variants))
     for name in names:
         (out / name).mkdir()
-    cards = [f"{variant_repository('acme/demo', one.out)} awq/{one.name}" for one in made]
+    cards = [
+        f"{variant_repository('acme/demo', variant.out)} awq/{variant.name}" for variant in variants
+    ]
     assert cards[0] == "acme/demo-vllm-4bit awq/demo-vllm-4bit"
     assert uploads(out, *([] if stated else ["acme/demo"])) == sorted(cards, reverse=True)
 
@@ -156,8 +158,8 @@ def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
 def test_the_printed_publish_command_works(repository, model, tmp_path, capsys):
     card = f'[card]\nrepository = "{repository}"\n' if repository else ""
     spec, out = written(tmp_path, model, Q8, card), tmp_path / "an out"
-    said = command(capsys, "release", spec, "-o", out).err
-    typed = said.partition("to publish it: ")[2].splitlines()[0]
+    stderr = command(capsys, "release", spec, "-o", out).err
+    typed = stderr.partition("to publish it: ")[2].splitlines()[0]
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "hf").write_text('#!/bin/sh\necho "$2"\n')
@@ -173,14 +175,14 @@ def test_a_variant_that_fails_a_gate_is_not_uploaded(model, tmp_path, capsys):
     spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"
     summary = tmp_path / "summary"
-    said = command(capsys, "release", spec, "-o", out, "--summary", summary)
-    assert said.code == 6
+    ended_command = command(capsys, "release", spec, "-o", out, "--summary", summary)
+    assert ended_command.code == 6
     assert summary.read_text().startswith("## Release\n\n| variant | format |")
     assert "| q8 | gguf | rtn |" in summary.read_text()
     assert (out / "evaluation.md").read_text() in summary.read_text()
-    assert "q8: KL divergence" in said.err
-    assert "bytes, at most 10" in said.err
-    assert "int4: KL" not in said.err
+    assert "q8: KL divergence" in ended_command.err
+    assert "bytes, at most 10" in ended_command.err
+    assert "int4: KL" not in ended_command.err
     script = (out / "upload.sh").read_text()
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -201,10 +203,10 @@ def test_all_invalid_variants_are_named_and_nothing_is_written(model, tmp_path, 
     bad = '[[variant]]\nname = "{}"\nformat = "awq"\nscheme = "int3:g32:sym"\n'
     spec = written(tmp_path, model, INT4, bad.format("one"), bad.format("two"))
     for more in ((), ("--dry-run",)):
-        said = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
-        assert said.code == 4
-        assert "2 of 3 variants cannot be made: one: " in said.err
-        assert "two: " in said.err
+        ended_command = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+        assert ended_command.code == 4
+        assert "2 of 3 variants cannot be made: one: " in ended_command.err
+        assert "two: " in ended_command.err
         assert {path.name for path in tmp_path.iterdir()} == {"release.toml"}
 
 
@@ -239,12 +241,12 @@ def test_an_invalid_release_directory_is_refused_before_work(model, tmp_path, ca
     spec = written(tmp_path, source, Q8)
     (tmp_path / "file").touch()
     before = {*tmp_path.rglob("*")}
-    for place, code, words in (
+    for output, code, words in (
         ("no/such", 3, "no directory"),
         ("file", 3, "is no directory"),
         ("source/sub", 2, "overlaps the model"),
     ):
-        ended = command(capsys, "release", spec, "-o", tmp_path / place)
+        ended = command(capsys, "release", spec, "-o", tmp_path / output)
         assert (ended.code, words in ended.err) == (code, True), ended.err
         assert {*tmp_path.rglob("*")} == before
 
@@ -267,8 +269,8 @@ def test_provenance_is_written_for_every_variant_and_listed(model, tmp_path):
     release(spec, out)
     with pytest.raises(RefusedError, match="provenance"):
         release(spec, out, Settings(provenance=True))
-    made = release(spec, out, Settings(provenance=True, overwrite=True))
-    assert made.made == ("q8", "int4")
+    result = release(spec, out, Settings(provenance=True, overwrite=True))
+    assert result.made == ("q8", "int4")
     listed = (out / "SHA256SUMS").read_text()
     assert listed.count(".intoto") == 2, listed
     assert release(spec, out, Settings(provenance=True)).made == ()

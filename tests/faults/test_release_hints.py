@@ -30,26 +30,26 @@ def _one_day(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def written(place, model, *parts):
-    place.write_text(HEAD.format(model=model) + "".join(parts or (Q8,)))
-    return place
+def written(path, model, *parts):
+    path.write_text(HEAD.format(model=model) + "".join(parts or (Q8,)))
+    return path
 
 
-def typed(capsys, said):
+def typed(capsys, stderr):
     """Type what a hint says behind its colon."""
-    hint = said.partition("hint: ")[2].splitlines()[0]
+    hint = stderr.partition("hint: ")[2].splitlines()[0]
     return command(capsys, "release", *shlex.split(hint.rpartition(": ")[2]))
 
 
 def test_a_directory_as_release_file_gets_a_usable_hint(model, tmp_path, capsys):
-    place = tmp_path / "a place"
-    place.mkdir()
+    directory = tmp_path / "a place"
+    directory.mkdir()
     for name in ("release.toml", "own.toml"):
-        written(place / name, model)
-        said = command(capsys, "release", "a place")
-        assert (said.code, "is a directory" in said.err) == (3, True)
-        assert typed(capsys, said.err).code == 0
-        (place / name).unlink()
+        written(directory / name, model)
+        ended = command(capsys, "release", "a place")
+        assert (ended.code, "is a directory" in ended.err) == (3, True)
+        assert typed(capsys, ended.err).code == 0
+        (directory / name).unlink()
     empty = command(capsys, "release", "a place")
     assert "holds no .toml file" in empty.err
 
@@ -58,9 +58,9 @@ def test_a_release_directory_argument_gets_a_usable_hint(model, tmp_path, capsys
     written(tmp_path / "x.toml", model)
     assert command(capsys, "release", "x.toml", "-o", "made").code == 0
     before = tree(tmp_path / "made")
-    said = command(capsys, "release", "made")
-    assert said.code == 3
-    assert typed(capsys, said.err).code == 0
+    ended = command(capsys, "release", "made")
+    assert ended.code == 3
+    assert typed(capsys, ended.err).code == 0
     assert tree(tmp_path / "made") == before
     assert {path.name for path in tmp_path.iterdir()} == {"x.toml", "made"}
 
@@ -71,18 +71,18 @@ def test_a_release_directory_argument_gets_a_usable_hint(model, tmp_path, capsys
 )
 def test_a_deleted_release_file_is_remade_by_the_hint(model, tmp_path, capsys, gone, join):
     written(tmp_path / "x.toml", model, Q8, INT4)
-    asked = ("release", "x.toml", "-o", "an out", *join)
-    assert command(capsys, *asked).code == 0
+    arguments = ("release", "x.toml", "-o", "an out", *join)
+    assert command(capsys, *arguments).code == 0
     before = tree(tmp_path / "an out")
     (tmp_path / "an out" / gone).unlink()
     for more in ((), ("--dry-run",)):
-        said = command(capsys, *asked, *more)
-        assert said.code == 4
-        hint = said.err.partition("hint: ")[2].splitlines()[0]
-        assert "put" in said.err
+        ended = command(capsys, *arguments, *more)
+        assert ended.code == 4
+        hint = ended.err.partition("hint: ")[2].splitlines()[0]
+        assert "put" in ended.err
     (tmp_path / "ELSEWHERE").mkdir()
     subprocess.run(["sh", "-c", hint.rpartition(": ")[2]], check=True)
-    again = command(capsys, *asked)
+    again = command(capsys, *arguments)
     assert again.code == 0, again.err
     assert tree(tmp_path / "an out") == before
 
@@ -90,12 +90,12 @@ def test_a_deleted_release_file_is_remade_by_the_hint(model, tmp_path, capsys, g
 @pytest.mark.parametrize("scored", [further(""), SCORED])
 def test_overwrite_remakes_deleted_release_files(model, tmp_path, capsys, scored):
     written(tmp_path / "x.toml", model, scored, Q8, INT4)
-    asked = ("release", "x.toml", "-o", "out")
-    assert command(capsys, *asked).code == 0
+    arguments = ("release", "x.toml", "-o", "out")
+    assert command(capsys, *arguments).code == 0
     before = tree(tmp_path / "out")
     (tmp_path / "out/gguf/q8.gguf").unlink()
     (tmp_path / "out/compressed-tensors/int4/model.safetensors").unlink()
-    again = command(capsys, *asked, "--overwrite")
+    again = command(capsys, *arguments, "--overwrite")
     assert again.code == 0, again.err
     assert tree(tmp_path / "out") == before
     assert ("KL" in (tmp_path / "out/compressed-tensors/int4/README.md").read_text()) == bool(

@@ -39,10 +39,10 @@ def written(tmp_path, model, *parts, text="builtin"):
     return path
 
 
-def states(place):
+def states(directory):
     return {
         str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino)
-        for path in place.rglob("*") if path.is_file()
+        for path in directory.rglob("*") if path.is_file()
     }  # fmt: skip
 
 
@@ -54,8 +54,8 @@ def test_a_directory_with_foreign_files_is_not_a_release(model, tmp_path, capsys
         (project / name).write_text("mine")
     before = tree(project)
     for more in ((), ("--dry-run",)):
-        said = command(capsys, "release", spec, "-o", project, *more)
-        assert (said.code, "exists, and is no release" in said.err) == (4, True), said.err
+        ended = command(capsys, "release", spec, "-o", project, *more)
+        assert (ended.code, "exists, and is no release" in ended.err) == (4, True), ended.err
         assert tree(project) == before
     (project / "release.json").write_text('{"schema": "theirs"}')
     with pytest.raises(RefusedError, match="is no release"):
@@ -77,22 +77,22 @@ def test_unwritable_release_paths_are_refused_before_work(model, tmp_path):
     release(written(tmp_path, model, Q8), out)
     spec = written(tmp_path, model, Q8, INT4)
     for path, spoil in (
-        ("SHA256SUMS", lambda place: place.symlink_to(tmp_path / "elsewhere")),
-        ("upload.sh", lambda place: place.mkdir()),
-        ("compressed-tensors", lambda place: place.symlink_to(tmp_path)),
-        ("gguf/README.md", lambda place: place.write_text("no parts\n")),
+        ("SHA256SUMS", lambda target: target.symlink_to(tmp_path / "elsewhere")),
+        ("upload.sh", lambda target: target.mkdir()),
+        ("compressed-tensors", lambda target: target.symlink_to(tmp_path)),
+        ("gguf/README.md", lambda target: target.write_text("no parts\n")),
     ):
-        place, kept = out / path, tmp_path / "kept"
-        if place.exists():
-            place.rename(kept)
-        spoil(place)
+        target, kept = out / path, tmp_path / "kept"
+        if target.exists():
+            target.rename(kept)
+        spoil(target)
         before = states(out)
         with pytest.raises((InputError, RefusedError), match=path):
             release(spec, out)
         assert states(out) == before
-        place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
+        target.rmdir() if target.is_dir() and not target.is_symlink() else target.unlink()
         if kept.exists():
-            kept.rename(place)
+            kept.rename(target)
     assert release(spec, out).made == ("int4",)
 
 
@@ -150,9 +150,9 @@ def test_the_upload_script_stops_when_a_file_is_missing(model, tmp_path):
     (tmp_path / "hf").chmod(0o755)
     (tmp_path / "out/gguf/q8.gguf").rename(tmp_path / "away")
     words, path = ["sh", "out/upload.sh", "me/it"], {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    for said, code in (("", 1), ("uploaded\n", 0)):
+    for stdout, code in (("", 1), ("uploaded\n", 0)):
         ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=path)  # fmt: skip
-        assert (ran.stdout, ran.returncode) == (said, code)
+        assert (ran.stdout, ran.returncode) == (stdout, code)
         if code:
             assert "gguf/q8.gguf is missing: put it back first" in ran.stderr
             (tmp_path / "away").rename(tmp_path / "out/gguf/q8.gguf")

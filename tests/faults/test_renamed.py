@@ -41,7 +41,11 @@ def look(path: Path, source: Path | None = None) -> Report:
 
 
 def files(report: Report) -> list[tuple[str, str]]:
-    return [(one.where, one.detail) for one in report.findings if one.check == "manifest"]
+    return [
+        (finding.where, finding.detail)
+        for finding in report.findings
+        if finding.check == "manifest"
+    ]
 
 
 CHANGED = "its SHA-256 is not that of the manifest"
@@ -78,15 +82,15 @@ def test_missing_side_files_are_named_after_the_renamed_file(result, tmp_path):
     renamed = copied(result, result.with_name("My.gguf"))
     missing = files(look(renamed))
     assert missing == [
-        (f"My.gguf{one}", "is listed in the manifest and missing") for one in sorted(ALL)
+        (f"My.gguf{suffix}", "is listed in the manifest and missing") for suffix in sorted(ALL)
     ]
 
 
 def test_verify_prints_a_note_about_a_renamed_file(result, tmp_path, capsys):
     renamed = copied(result, tmp_path / "rn" / "My.gguf", beside=ALL)
-    found = command(capsys, "verify", renamed, "--no-forward")
-    assert found.code == 0
-    assert "by another name: m-Q4_0.gguf" in found.err
+    ended = command(capsys, "verify", renamed, "--no-forward")
+    assert ended.code == 0
+    assert "by another name: m-Q4_0.gguf" in ended.err
 
 
 def test_renamed_gguf_parts_are_verified_together(tiny, tmp_path):
@@ -99,23 +103,23 @@ def test_renamed_gguf_parts_are_verified_together(tiny, tmp_path):
     assert not look(first).findings
     assert look(first).notes
     assert files(look(damaged(last))) == [(last.name, CHANGED)]
-    assert [one for one, _ in files(look(first))] == [last.name]
+    assert [name for name, _ in files(look(first))] == [last.name]
     assert not look(parts[0]).findings
 
 
 def test_a_file_that_the_manifest_does_not_list_is_an_error(tiny, tmp_path, result):
     """Nothing is verified by a manifest that lists nothing, or only some parts of a set."""
-    place = Path(f"{result}{SIDE}")
-    document = json.loads(place.read_text())
+    manifest_path = Path(f"{result}{SIDE}")
+    document = json.loads(manifest_path.read_text())
     document["outputs"] = {}
-    place.write_text(json.dumps(document))
+    manifest_path.write_text(json.dumps(document))
     assert files(look(result)) == [(result.name, "is not listed in the manifest")]
     out = tmp_path / "s.gguf"
     quantize(tiny("llama"), out, recipe(**BLOCKS, max_shard_bytes=20000))
-    place, (first, *_, last) = Path(f"{out}{SIDE}"), sorted(tmp_path.glob("s-*-of-*.gguf"))
-    document = json.loads(place.read_text())
+    manifest_path, (first, *_, last) = Path(f"{out}{SIDE}"), sorted(tmp_path.glob("s-*-of-*.gguf"))
+    document = json.loads(manifest_path.read_text())
     del document["outputs"][last.name]
-    place.write_text(json.dumps(document))
+    manifest_path.write_text(json.dumps(document))
     assert files(look(first)) == [(last.name, "is not listed in the manifest")]
 
 
@@ -123,10 +127,10 @@ def test_reproduce_of_a_renamed_file_ignores_its_neighbor(result, tmp_path, tiny
     renamed = copied(result, result.with_name("My.gguf"), beside=ALL)
     assert reproduce(renamed, tiny("llama")).differing == ()
     damaged(renamed)
-    made = reproduce(renamed, tiny("llama"))
-    assert (made.differing, made.edited) == (("My.gguf",), ("My.gguf",))
+    report = reproduce(renamed, tiny("llama"))
+    assert (report.differing, report.edited) == (("My.gguf",), ("My.gguf",))
     kept = reproduce(renamed, tiny("llama"), keep=tmp_path / "other.gguf")
-    assert kept.left_out == tuple(f"My.gguf{one}" for one in sorted(ALL))
+    assert kept.left_out == tuple(f"My.gguf{suffix}" for suffix in sorted(ALL))
     assert kept.differing == ("My.gguf",)
 
 

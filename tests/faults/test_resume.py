@@ -46,8 +46,8 @@ JOURNAL_FILE = ".out.qf/journal"
 @pytest.mark.parametrize("join", [False, True])
 def test_a_read_only_output_keeps_finished_work(model, out, monkeypatch, join):
     """A file system that turns read-only, say: it is the place that is wrong, not what was done."""
-    wanted = swift(scales="absmax", bits=4) if join else swift("gptq", bits=4)
-    told: list[str] = []
+    recipe = swift(scales="absmax", bits=4) if join else swift("gptq", bits=4)
+    parts: list[str] = []
     with monkeypatch.context() as patch:
         written, calls = UnitOutput.write, itertools.count()
 
@@ -59,16 +59,16 @@ def test_a_read_only_output_keeps_finished_work(model, out, monkeypatch, join):
 
         patch.setattr(UnitOutput, "write", closed)
         with pytest.raises(DeniedError, match="Read-only file system"):
-            quantize(model, out, wanted, join=join)
-    quantize(model, out, wanted, join=join, progress=lambda done: told.append(done.part))
-    assert [*filter(None, told)] == ["block 1", "head"]
+            quantize(model, out, recipe, join=join)
+    quantize(model, out, recipe, join=join, progress=lambda done: parts.append(done.part))
+    assert [*filter(None, parts)] == ["block 1", "head"]
 
 
 def test_a_run_killed_at_random_times_writes_the_same_bytes(model, tmp_path):
-    wanted = swift("gptq", bits=3)
+    recipe = swift("gptq", bits=3)
 
     def work(out: Path) -> None:
-        quantize(model, out, wanted)
+        quantize(model, out, recipe)
 
     reference, errors = tmp_path / "reference", tmp_path / "errors"
     start = time.monotonic()
@@ -107,25 +107,25 @@ PARTS = ["outer", "block 0", "block 1", "head"]
 def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, crashes):
     reference = out.with_name("m")
     for part in crashes:
-        wanted = swift(method, lm_head="int8:g128:sym")
-        place = out.with_name(f"out-{part[-1]}")
+        recipe = swift(method, lm_head="int8:g128:sym")
+        output = out.with_name(f"out-{part[-1]}")
         with pytest.raises(StopError):
-            quantize(model, place, wanted, progress=crash_after(part))
-        assert not place.exists()
+            quantize(model, output, recipe, progress=crash_after(part))
+        assert not output.exists()
         again: list[str] = []
         assert quantize(
-            model, place, wanted, progress=lambda done, again=again: again.append(done.part)
+            model, output, recipe, progress=lambda done, again=again: again.append(done.part)
         ).resumed
         assert [*filter(None, again)] == PARTS[PARTS.index(part) + 1 :]  # nothing twice
         if not reference.exists():
-            quantize(model, reference, wanted)
-        assert tree(place) == tree(reference), part
+            quantize(model, reference, recipe)
+        assert tree(output) == tree(reference), part
 
 
 def test_a_journal_of_an_older_schema_is_refused(model, out):
-    wanted = swift("gptq")
+    recipe = swift("gptq")
     with pytest.raises(StopError):
-        quantize(model, out, wanted, progress=crash_after("block 0"))
+        quantize(model, out, recipe, progress=crash_after("block 0"))
     fingerprint = out.parent / f".{out.name}.qf" / "journal" / "fingerprint.json"
     recorded = json.loads(fingerprint.read_text())
     assert recorded.pop("schema") == "quantforge.journal/2"
@@ -133,9 +133,9 @@ def test_a_journal_of_an_older_schema_is_refused(model, out):
     with pytest.raises(
         IntegrityError, match=r"a journal of schema quantforge\.journal/1"
     ) as refused:
-        quantize(model, out, wanted)
+        quantize(model, out, recipe)
     assert "--overwrite" in refused.value.hint
-    assert not quantize(model, out, wanted, overwrite=True).resumed  # which begins anew
+    assert not quantize(model, out, recipe, overwrite=True).resumed  # which begins anew
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_a_journal_of_an_older_schema_is_refused(model, out):
 )
 def test_resume_after_measured_ranges_writes_the_same_bytes(tiny, out, method, values):
     """The next block reads what the source computes: a transformed one differs in its last bits."""
-    model, wanted = tiny("llama"), swift(method, **values)
-    quantize(model, out.with_name("m"), wanted)
+    model, recipe = tiny("llama"), swift(method, **values)
+    quantize(model, out.with_name("m"), recipe)
     with pytest.raises(StopError):
-        quantize(model, out, wanted, progress=crash_after("block 0"))
-    assert quantize(model, out, wanted).resumed
+        quantize(model, out, recipe, progress=crash_after("block 0"))
+    assert quantize(model, out, recipe).resumed
     assert tree(out) == tree(out.with_name("m"))
 
 
@@ -180,22 +180,22 @@ def test_overwrite_discards_an_unfinished_run_of_another_recipe(model, out, dama
         with (out.parent / JOURNAL_FILE / "journal.jsonl").open("ab") as file:
             file.write(b"?\n")
     notes: list[str] = []
-    wanted = swift("gptq", bits=None if damaged else 3)
-    assert not quantize(model, out, wanted, overwrite=True, note=notes.append).resumed
-    said = "the interrupted run is damaged" if damaged else "bits: unset there, 3 here"
+    recipe = swift("gptq", bits=None if damaged else 3)
+    assert not quantize(model, out, recipe, overwrite=True, note=notes.append).resumed
+    reason = "the interrupted run is damaged" if damaged else "bits: unset there, 3 here"
     assert [
-        note.endswith(f"{said}; it is ended, because --overwrite is given") for note in notes
+        note.endswith(f"{reason}; it is ended, because --overwrite is given") for note in notes
     ] == [True]
     afresh = out.with_name("afresh")
-    quantize(model, afresh, wanted)
+    quantize(model, afresh, recipe)
     assert tree(out) == tree(afresh)
     assert leftovers(out) == {"out", "afresh"}
 
 
 def test_overwrite_reports_the_discarded_run(model, out, capsys):
     begun(model, out)
-    asked = ("--method", "rtn", "--scales", "absmax", "-o", out, "--overwrite")
-    ended = command(capsys, "quantize", model, *asked)
+    arguments = ("--method", "rtn", "--scales", "absmax", "-o", out, "--overwrite")
+    ended = command(capsys, "quantize", model, *arguments)
     assert ended.code == 0
     assert "it is ended, because --overwrite is given" in ended.err
 
@@ -227,27 +227,27 @@ def test_resume_with_a_changed_source_is_refused(model, out):
 def test_resume_with_another_imatrix_is_refused(model, out):
     """The file's name is in the recipe; its bytes are what decides."""
     file = out.parent / "m"
-    wanted = swift(
+    recipe = swift(
         format="gguf",
         type="Q4_0",
         calibration=CalibrationOptions("imatrix:m", samples=6, length=24),
     )
-    place = out.with_suffix(".gguf")
+    output = out.with_suffix(".gguf")
     api.make_imatrix(str(model), swift(calibration=CALIBRATION), file, Settings())
     with pytest.raises(StopError):
-        quantize(model, place, wanted, imatrix=file, progress=crash_after("block 0"))
-    found = read_imatrix(file)
+        quantize(model, output, recipe, imatrix=file, progress=crash_after("block 0"))
+    importance = read_imatrix(file)
     file.unlink()
     entries = {
         name: WeightImportance(entry.means * 2 + 1, entry.rows)
-        for name, entry in found.entries.items()
+        for name, entry in importance.entries.items()
     }
-    write_imatrix(file, replace(found, entries=entries))
+    write_imatrix(file, replace(importance, entries=entries))
     with pytest.raises(IntegrityError, match=r"differs in: imatrix; calibration\.sha256$"):
-        quantize(model, place, wanted, imatrix=file)
+        quantize(model, output, recipe, imatrix=file)
     file.unlink()
-    write_imatrix(file, found)
-    assert quantize(model, place, wanted, imatrix=file).resumed
+    write_imatrix(file, importance)
+    assert quantize(model, output, recipe, imatrix=file).resumed
 
 
 def test_resume_detects_a_changed_byte_of_finished_work(model, out):

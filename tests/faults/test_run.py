@@ -71,19 +71,19 @@ def test_stale_stage_files_are_not_published(model, out):
 def test_an_output_inside_of_the_source_is_refused(model, tmp_path):
     source = copied(model, tmp_path / "m")
     before = tree(source)
-    for place in (source, source / "sub", tmp_path):
+    for output in (source, source / "sub", tmp_path):
         with pytest.raises((UsageError, RefusedError)):
-            quantize(source, place, recipe(), overwrite=True)
+            quantize(source, output, recipe(), overwrite=True)
     assert tree(source) == before
 
 
 def test_a_busy_output_is_refused_without_disturbing_its_run(model, out):
-    with Stage(out, overwrite=False, source=model) as held:
-        held.write_file("part", b"of the other run")
+    with Stage(out, overwrite=False, source=model) as stage:
+        stage.write_file("part", b"of the other run")
         with pytest.raises(BusyError) as busy:
             quantize(model, out, recipe())
         assert str(os.getpid()) in busy.value.message
-        assert (held.path / "part").read_bytes() == b"of the other run"
+        assert (stage.path / "part").read_bytes() == b"of the other run"
     quantize(model, out, recipe())
     assert not (out / "part").exists()
 
@@ -123,9 +123,9 @@ def test_space_used_by_the_stage_counts_as_available(model, out, monkeypatch):
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
     stage = out.parent / ".out.qf/stage"
-    held = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
-    assert held > 100_000
-    monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: (1 << 21) - held)
+    used_bytes = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
+    assert used_bytes > 100_000
+    monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: (1 << 21) - used_bytes)
     assert quantize(model, out, swift("gptq")).resumed
 
 
@@ -210,18 +210,18 @@ def test_substitutions_are_counted_and_limited_by_the_policy(tiny, out):
 
 
 def test_a_run_refused_for_an_event_can_be_allowed_later(model, out):
-    wanted = swift("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
+    recipe = swift("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
     with pytest.raises(RefusedError, match="few-calibration-tokens"):
-        quantize(model, out, wanted, policy=Policy(strict=True))
+        quantize(model, out, recipe, policy=Policy(strict=True))
     assert not out.exists()
-    quantize(model, out, wanted, policy=Policy(True, {"few-calibration-tokens": 1}))
+    quantize(model, out, recipe, policy=Policy(True, {"few-calibration-tokens": 1}))
     assert out.exists()
 
 
 @pytest.mark.parametrize(("method", "read"), [("rtn", False), ("gptq", True)])
 def test_progress_mentions_calibration_text_only_when_read(method, read, model, out):
-    seen = []
-    wanted = swift(method, scales="absmax")
-    quantize(model, out, wanted, progress=lambda one: seen.append(one.step))
-    assert ("calibration text" in seen) is read
-    assert "libraries" in seen
+    steps = []
+    recipe = swift(method, scales="absmax")
+    quantize(model, out, recipe, progress=lambda report: steps.append(report.step))
+    assert ("calibration text" in steps) is read
+    assert "libraries" in steps

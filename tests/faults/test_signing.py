@@ -43,13 +43,13 @@ def private(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, password: bytes
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with ``key`` and ``key.pub``, and with those of somebody else."""
-    place = tmp_path_factory.mktemp("keys")
+    directory = tmp_path_factory.mktemp("keys")
     for name in ("key", "other"):
         key = ec.generate_private_key(ec.SECP256R1())
-        (place / name).write_bytes(private(key))
+        (directory / name).write_bytes(private(key))
         public = key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-        (place / f"{name}.pub").write_bytes(public)
-    return place
+        (directory / f"{name}.pub").write_bytes(public)
+    return directory
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_verify_and_model_signing_check_a_signature(
         assert wrong == ({"signature"} if code else set())
     document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
     assert "no key" in document["skipped"]["signature"]
-    given = (signed, "--signature", signed / DIRECTORY_SIGNATURE, "--public_key")
-    assert accepted_by_the_tool(*given, keys / "key.pub")
-    assert not accepted_by_the_tool(*given, keys / "other.pub")
+    arguments = (signed, "--signature", signed / DIRECTORY_SIGNATURE, "--public_key")
+    assert accepted_by_the_tool(*arguments, keys / "key.pub")
+    assert not accepted_by_the_tool(*arguments, keys / "other.pub")
 
 
 def test_the_signature_check_detects_every_change(signed: Path, keys: Path) -> None:
@@ -122,15 +122,15 @@ def test_the_signature_check_detects_every_change(signed: Path, keys: Path) -> N
 def test_a_signature_bundle_with_outside_paths_is_refused(
     signed: Path, keys: Path, name: object
 ) -> None:
-    place = signed / DIRECTORY_SIGNATURE
-    bundle = json.loads(place.read_bytes())
+    bundle_path = signed / DIRECTORY_SIGNATURE
+    bundle = json.loads(bundle_path.read_bytes())
     payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     payload["predicate"]["resources"][0]["name"] = name
     bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
-    place.write_text(json.dumps(bundle))
+    bundle_path.write_text(json.dumps(bundle))
     refused(signed, keys, "is no file of the result")
     for data in ("", "{}", '{"dsseEnvelope": {"payload": "e30="}}', '{"dsseEnvelope": 1}'):
-        place.write_text(data)
+        bundle_path.write_text(data)
         refused(signed, keys, "is no signature bundle")
 
 
@@ -148,8 +148,8 @@ def test_a_file_signature_covers_its_side_files_only(
         (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         refused(out, keys, "sig")
         (tmp_path / name).write_bytes(data)
-    given = (tmp_path, "--signature", signature_path(out), "--public_key", keys / "key.pub")
-    assert accepted_by_the_tool(*given, "--ignore_unsigned_files")
+    arguments = (tmp_path, "--signature", signature_path(out), "--public_key", keys / "key.pub")
+    assert accepted_by_the_tool(*arguments, "--ignore_unsigned_files")
     (tmp_path / "other.gguf.sig").write_bytes(signature_path(out).read_bytes())
     refused(tmp_path / "other.gguf", keys, "is not signed")
     quantize(model, out, GGUF, overwrite=True)
@@ -160,16 +160,16 @@ def test_a_signature_without_the_manifest_is_reported(
     model: Path, tmp_path: Path, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one of an earlier version did, or of another tool."""
-    out, place = tmp_path / "m.gguf", tmp_path / "alone"
+    out, directory = tmp_path / "m.gguf", tmp_path / "alone"
     quantize(model, out, GGUF)
-    place.mkdir()
-    (place / "m.gguf").write_bytes(out.read_bytes())
+    directory.mkdir()
+    (directory / "m.gguf").write_bytes(out.read_bytes())
     out.with_name("m.gguf.sig").write_bytes(
-        sign_files(place, keys / "key", unsigned=frozenset({"x"}))
+        sign_files(directory, keys / "key", unsigned=frozenset({"x"}))
     )
     assert check_signature(out, keys / "key.pub") == [f"m.gguf{MANIFEST_SUFFIX}"]
-    said = command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
-    assert f"not covered by the signature: m.gguf{MANIFEST_SUFFIX}" in said.err
+    ended = command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
+    assert f"not covered by the signature: m.gguf{MANIFEST_SUFFIX}" in ended.err
 
 
 def test_gguf_parts_share_one_signature(model: Path, tmp_path: Path, keys: Path) -> None:
@@ -190,9 +190,9 @@ def test_an_unusable_signing_key_is_refused_before_work(
     ecdsa = ec.generate_private_key(ec.SECP256R1())
     curve = ec.generate_private_key(ec.SECP256K1())
     strange = rsa.generate_private_key(65537, 2048)
-    known = bytes.fromhex("06072a8648ce3d0201")  # the identifier of elliptic curves in DER
+    curve_id = bytes.fromhex("06072a8648ce3d0201")  # the identifier of elliptic curves in DER
     der = b64decode(b"".join(private(ecdsa).splitlines()[1:-1])).replace(
-        known, known[:2] + b"\x2b" + known[3:]
+        curve_id, curve_id[:2] + b"\x2b" + curve_id[3:]
     )
     unknown = b"-----BEGIN PRIVATE KEY-----\n" + b64encode(der) + b"\n-----END PRIVATE KEY-----\n"
     for data in (

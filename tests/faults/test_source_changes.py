@@ -36,13 +36,13 @@ GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 def edit(path: Path, at: int, data: bytes | None = None) -> None:
     """Change a byte of a file (or write some) that is not in memory any more, and set its time back."""
     checksums._CACHE.clear()
-    found = path.stat()
+    times = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
         before = file.read(1)
         file.seek(at)
         file.write(bytes([before[0] ^ 1]) if data is None else data)
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def last_byte(model: Path, name: str) -> tuple[Path, int]:
@@ -50,8 +50,8 @@ def last_byte(model: Path, name: str) -> tuple[Path, int]:
     if model.is_file():
         entry = read_gguf(model).tensors[name]
         return entry.file, entry.end - 1
-    found = open_checkpoint(model).entries[name]
-    return found.file, found.end - 1
+    tensor = open_checkpoint(model).entries[name]
+    return tensor.file, tensor.end - 1
 
 
 def editing(part: str, work: Callable[[], object]) -> Callable[[Progress], None]:
@@ -83,14 +83,14 @@ def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that makes a source of a kind."""
 
     def make(kind: str) -> Path:
-        place = tmp_path / kind
+        path = tmp_path / kind
         if kind == "m":
-            return copied(model, place)
+            return copied(model, path)
         if kind == "m.gguf":
-            quantize(model, place, recipe(format="gguf", type="F16"))
-            return place
-        api.export(str(model), recipe(format="plain", max_shard_bytes=200_000), place, Settings())
-        return place
+            quantize(model, path, recipe(format="gguf", type="F16"))
+            return path
+        api.export(str(model), recipe(format="plain", max_shard_bytes=200_000), path, Settings())
+        return path
 
     return make
 
@@ -99,16 +99,16 @@ def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
 def test_weights_edited_during_a_run_are_detected(
     sources: Callable[[str], Path], tmp_path: Path, case: str
 ) -> None:
-    kind, tensor, part, wanted = WEIGHTS[case]
+    kind, tensor, part, recipe = WEIGHTS[case]
     source = sources(kind)
-    out = tmp_path / ("out.gguf" if wanted.format == "gguf" else "out")
-    file, place = last_byte(source, tensor)
+    out = tmp_path / ("out.gguf" if recipe.format == "gguf" else "out")
+    file, offset = last_byte(source, tensor)
     with pytest.raises(IntegrityError, match="changed") as noticed:
-        quantize(source, out, wanted, progress=editing(part, lambda: edit(file, place)))
+        quantize(source, out, recipe, progress=editing(part, lambda: edit(file, offset)))
     assert noticed.value.file == str(file)
     assert not out.exists()
-    edit(file, place)  # as it was: the run goes on
-    assert quantize(source, out, wanted).resumed
+    edit(file, offset)  # as it was: the run goes on
+    assert quantize(source, out, recipe).resumed
 
 
 def test_weights_edited_during_an_export_are_detected(
@@ -116,20 +116,24 @@ def test_weights_edited_during_an_export_are_detected(
 ) -> None:
     source = tmp_path / "m"
     quantize(model, source, recipe(bits=4))
-    file, place = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
+    file, offset = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
     module = import_module("quantforge.api.export")
     check = module.check_values
 
     def checked(conversion: Any, **options: Any) -> str:
-        said = check(conversion, **options)
-        edit(file, place)
-        return said
+        verdict = check(conversion, **options)
+        edit(file, offset)
+        return verdict
 
     monkeypatch.setattr(module, "check_values", checked)
-    for name, form in (("out", "gptq"), ("out.gguf", "gguf")):
+    for name, format_key in (("out", "gptq"), ("out.gguf", "gguf")):
         with pytest.raises(IntegrityError, match="changed"):
             api.export(
-                str(source), recipe(format=form), tmp_path / name, Settings(), allow_inexact=True
+                str(source),
+                recipe(format=format_key),
+                tmp_path / name,
+                Settings(),
+                allow_inexact=True,
             )
     assert leftovers(tmp_path / "out") == set()
 
@@ -151,8 +155,8 @@ def test_side_files_edited_during_a_run_are_copied_as_digested(
     quantize(source, out, recipe(), progress=editing(part, lambda: edit(source / name, 0, b"????")))
     document = manifest.read_manifest(out) or {}
     assert (out / name).read_bytes() == before
-    stated = [document["source"]["files"][name], document["outputs"][name]]
-    assert [entry["sha256"] for entry in stated] == [digest(out / name)] * 2
+    recorded = [document["source"]["files"][name], document["outputs"][name]]
+    assert [entry["sha256"] for entry in recorded] == [digest(out / name)] * 2
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
@@ -193,18 +197,18 @@ def test_a_header_edited_after_the_plan_is_detected(model: Path, tmp_path: Path)
 def test_an_imatrix_edited_during_its_read_is_detected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, known = tmp_path / "imatrix", {"read": 0}
+    file, calls = tmp_path / "imatrix", {"read": 0}
     file.write_bytes(b"one")
 
     def read(path: Path, _planned: object) -> dict[str, object]:
-        known["read"] += 1
+        calls["read"] += 1
         path.write_bytes(b"two")
         return {}
 
     monkeypatch.setattr("quantforge.execution.importance.read_importance", read)
     with pytest.raises(IntegrityError, match="imatrix"):
         quantize(model, tmp_path / "out", recipe(), imatrix=file)
-    assert known["read"] == 1
+    assert calls["read"] == 1
 
 
 # ---- checksums
@@ -222,25 +226,25 @@ def test_checksums_cover_every_byte(
     path = tmp_path / "file"
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     path.write_bytes(data)
-    known = compute_checksums(path, tmp_path)
-    assert known.sha256 == hashlib.sha256(data).hexdigest()
-    places = sorted({0, size // 3, 65_535, 65_536, size - 1, size} & set(range(size + 1)))
-    runs = [(start, end) for start in places for end in places if start <= end]
+    sums = compute_checksums(path, tmp_path)
+    assert sums.sha256 == hashlib.sha256(data).hexdigest()
+    offsets = sorted({0, size // 3, 65_535, 65_536, size - 1, size} & set(range(size + 1)))
+    runs = [(start, end) for start in offsets for end in offsets if start <= end]
     with path.open("rb") as file:
         for start, end in runs:
-            assert taken(known, file, start, end - start) == data[start:end]
+            assert taken(sums, file, start, end - start) == data[start:end]
     for start, end in runs:
         if start < end:
             path.write_bytes(data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:])
             checksums._CACHE.clear()
             with path.open("rb") as file:
-                assert taken(known, file, start, end - start) is None
+                assert taken(sums, file, start, end - start) is None
 
 
-def taken(known: Checksums, file: BinaryIO, start: int, count: int) -> bytes | None:
+def taken(sums: Checksums, file: BinaryIO, start: int, count: int) -> bytes | None:
     """Return what is read with checksums; None where it is not what was digested."""
     into = bytearray(count)
-    return bytes(into) if known.read(file.fileno(), memoryview(into), start) else None
+    return bytes(into) if sums.read(file.fileno(), memoryview(into), start) else None
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -264,13 +268,13 @@ def test_checksums_are_small_and_reads_touch_few_chunks(
         monkeypatch.setattr(checksums, name, value)
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
-    known = compute_checksums(path, tmp_path)
-    assert len(known._states) <= 9
+    sums = compute_checksums(path, tmp_path)
+    assert len(sums._states) <= 9
     counts = reads(monkeypatch)
     with path.open("rb") as file:
-        assert taken(known, file, 500, 10) == bytes(10)
-        assert taken(known, file, 1000, 0) == b""
-        assert taken(known, file, 995, 10) is None  # beyond the end
+        assert taken(sums, file, 500, 10) == bytes(10)
+        assert taken(sums, file, 1000, 0) == b""
+        assert taken(sums, file, 995, 10) is None  # beyond the end
     assert sum(counts) <= 1000 / 7
     path.write_bytes(bytes(10_000))
     assert compute_checksums(path, tmp_path)._chunk_bytes == 200
@@ -299,24 +303,24 @@ def test_sequential_checked_reads_read_each_byte_once(
     path, draw = tmp_path / "file", random.Random(0)
     data = draw.randbytes(5009)
     path.write_bytes(data)
-    known = compute_checksums(path, tmp_path)
+    sums = compute_checksums(path, tmp_path)
     counts = reads(monkeypatch)
     with path.open("rb") as file, ThreadPoolExecutor(workers) as pool:
-        parts = pool.map(lambda start: taken(known, file, start, 10), range(0, 5000, 10))
+        parts = pool.map(lambda start: taken(sums, file, start, 10), range(0, 5000, 10))
         assert b"".join(part or b"" for part in parts) == data[:5000]
     assert sum(counts) <= 5009 * (1 if large > 1 else 1.5)  # rarely a chunk was given up meanwhile
     assert len(checksums._CACHE) <= kept
     with path.open("rb") as file:
         for _ in range(300):
             start, end = sorted(draw.sample(range(5010), 2))
-            assert taken(known, file, start, end - start) == data[start:end]
+            assert taken(sums, file, start, end - start) == data[start:end]
     checksums._PREFETCHER.submit(int).result()  # nothing is read meanwhile any more
     path.write_bytes(data[:2500] + b"x" + data[2501:])
     checksums._CACHE.clear()
     with path.open("rb") as file:
-        assert taken(known, file, 2499, 3) is None
-        assert taken(known, file, 2499, 3) is None  # nothing of it is kept
-        assert taken(known, file, 0, 5009) is None
+        assert taken(sums, file, 2499, 3) is None
+        assert taken(sums, file, 2499, 3) is None  # nothing of it is kept
+        assert taken(sums, file, 0, 5009) is None
 
 
 def test_a_file_truncated_during_its_digest_is_detected(

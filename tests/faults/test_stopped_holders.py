@@ -46,16 +46,16 @@ def stopped(tmp_path: Path) -> Iterator[Stopped]:
     """Start work in a child, and return when it has stopped itself in front of a call."""
     children: list[int] = []
 
-    def start(place: Any, name: str, work: Callable[[], object]) -> int:
+    def start(owner: Any, name: str, work: Callable[[], object]) -> int:
         def run() -> None:
-            function = getattr(place, name)
+            function = getattr(owner, name)
 
-            def stops(*given: Any, **named: Any) -> Any:
-                setattr(place, name, function)
+            def stops(*arguments: Any, **named: Any) -> Any:
+                setattr(owner, name, function)
                 os.kill(os.getpid(), signal.SIGSTOP)
-                return function(*given, **named)
+                return function(*arguments, **named)
 
-            setattr(place, name, stops)
+            setattr(owner, name, stops)
             work()
 
         children.append(forked(run, tmp_path / "m"))
@@ -70,25 +70,25 @@ def stopped(tmp_path: Path) -> Iterator[Stopped]:
 
 def told(child: int, number: signal.Signals) -> tuple[list[str], Callable[[str], None]]:
     """Return what a process is told, and the note that sends the stopped one a signal."""
-    said: list[str] = []
+    messages: list[str] = []
 
     def note(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         if f"process {child} " in text:
             os.kill(child, number)
 
-    return said, note
+    return messages, note
 
 
 @pytest.fixture(scope="module")
 def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the files of a release that one process makes."""
-    place = tmp_path_factory.mktemp("whole")
-    (place / "release.toml").write_text(TWO_VARIANTS.format(model=tiny("llama-wide")))
+    directory = tmp_path_factory.mktemp("whole")
+    (directory / "release.toml").write_text(TWO_VARIANTS.format(model=tiny("llama-wide")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
-        release(place / "release.toml", place / "out")
-    return tree(place / "out")
+        release(directory / "release.toml", directory / "out")
+    return tree(directory / "out")
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_waiting_for_a_release_names_the_stopped_process(
     spec, out = tmp_path / "release.toml", tmp_path / "out"
     spec.write_text(TWO_VARIANTS.format(model=model))
     child = stopped(place, name, lambda: release(spec, out, Settings(join=True)))
-    said, note = told(child, number)
+    messages, note = told(child, number)
     release(spec, out, Settings(join=True, note=note))
-    assert len([text for text in said if "has not responded" in text]) == 1
-    assert f"kill -CONT {child} lets it go on" in "".join(said)
+    assert len([text for text in messages if "has not responded" in text]) == 1
+    assert f"kill -CONT {child} lets it go on" in "".join(messages)
     assert ended(child) == (0 if number == signal.SIGCONT else -number)
     assert tree(out) == whole
 
@@ -117,16 +117,16 @@ def test_waiting_for_a_release_names_the_stopped_process(
 def test_waiting_for_a_result_names_the_stopped_process(
     model: Path, out: Path, stopped: Stopped, number: signal.Signals
 ) -> None:
-    wanted = swift(scales="absmax", bits=4)
-    place = importlib.import_module("quantforge.api.quantize")
-    child = stopped(place, "publish", lambda: quantize(model, out, wanted, join=True))
-    said, note = told(child, number)
-    quantize(model, out, wanted, join=True, note=note)
-    assert f"kill -CONT {child} lets it go on" in "".join(said)
+    recipe = swift(scales="absmax", bits=4)
+    owner = importlib.import_module("quantforge.api.quantize")
+    child = stopped(owner, "publish", lambda: quantize(model, out, recipe, join=True))
+    messages, note = told(child, number)
+    quantize(model, out, recipe, join=True, note=note)
+    assert f"kill -CONT {child} lets it go on" in "".join(messages)
     assert ended(child) == (0 if number == signal.SIGCONT else -number)
     whole = tree(out)
     assert leftovers(out) == {"out"}
-    quantize(model, out.with_name("plain"), wanted)
+    quantize(model, out.with_name("plain"), recipe)
     assert whole == tree(out.with_name("plain"))
 
 
@@ -134,24 +134,24 @@ def test_no_message_about_a_live_worker(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes longer than one that is not heard of is waited for."""
-    spec, out, said = tmp_path / "release.toml", tmp_path / "out", tmp_path / "said"
+    spec, out, notes = tmp_path / "release.toml", tmp_path / "out", tmp_path / "said"
     spec.write_text(TWO_VARIANTS.format(model=model))
-    said.touch()
+    notes.touch()
 
     def work() -> None:
         finish = release_module._score_and_write
 
-        def slowly(*given: Any) -> Any:
+        def slowly(*arguments: Any) -> Any:
             time.sleep(1.5)
-            return finish(*given)
+            return finish(*arguments)
 
         release_module._score_and_write = slowly  # type: ignore[assignment]
-        note = lambda text: said.open("a").write(f"{text}\\n")  # noqa: E731
+        note = lambda text: notes.open("a").write(f"{text}\\n")  # noqa: E731
         release(spec, out, Settings(join=True, note=note))
 
     children = [forked(work, tmp_path / f"m{number}") for number in range(2)]
     assert [ended(child) for child in children] == [0, 0]
-    assert "has not responded" not in said.read_text()
+    assert "has not responded" not in notes.read_text()
 
 
 def test_a_process_of_another_version_is_refused(
@@ -163,19 +163,21 @@ def test_a_process_of_another_version_is_refused(
     child = stopped(UnitOutput, "finish", lambda: release(spec, out, Settings(join=True)))
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "__version__", "9.9.9")
-        with pytest.raises(IntegrityError, match=r"quantforge: 0\.1\.0 there, 9\.9\.9 here") as one:
+        with pytest.raises(
+            IntegrityError, match=r"quantforge: 0\.1\.0 there, 9\.9\.9 here"
+        ) as refused:
             release(spec, out, Settings(join=True))
-        assert "same versions everywhere" in one.value.hint
+        assert "same versions everywhere" in refused.value.hint
     os.kill(child, signal.SIGCONT)
     assert ended(child) == 0
     assert tree(out) == whole
 
 
 def test_a_lock_with_unknown_fields_is_respected(tmp_path: Path) -> None:
-    held = lock.Lock(tmp_path / ".out.qf")
-    held.acquire()
+    holder = lock.Lock(tmp_path / ".out.qf")
+    holder.acquire()
     path = tmp_path / ".out.qf" / lock.LOCK_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
     with pytest.raises(BusyError, match=f"process {os.getpid()} "):
         lock.Lock(tmp_path / ".out.qf").acquire()
-    held.release()
+    holder.release()

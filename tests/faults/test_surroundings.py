@@ -33,9 +33,9 @@ MEGABYTE = 1 << 20
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
-def in_child(work: Callable[[], object], place: Path) -> None:
+def in_child(work: Callable[[], object], directory: Path) -> None:
     """Run ``work`` in a process of its own."""
-    errors = place / "child.log"
+    errors = directory / "child.log"
     code = ended(forked(work, errors))
     assert code == 0, errors.read_text()
 
@@ -64,11 +64,11 @@ def test_quantize_works_without_a_home_directory(
 
 
 def test_an_output_path_of_4000_bytes_works(tiny: Tiny, tmp_path: Path) -> None:
-    place = tmp_path
-    while len(bytes(place)) < 3700:
-        place /= "ü" * 100
-    place.mkdir(parents=True)
-    out = place / ("o" * (4000 - len(bytes(place)) - 1))
+    directory = tmp_path
+    while len(bytes(directory)) < 3700:
+        directory /= "ü" * 100
+    directory.mkdir(parents=True)
+    out = directory / ("o" * (4000 - len(bytes(directory)) - 1))
     assert len(bytes(out)) == 4000
     quantize(tiny("llama"), out, recipe(scales="absmax", bits=4))
     quantize(tiny("llama"), tmp_path / "short", recipe(scales="absmax", bits=4))
@@ -96,8 +96,8 @@ def test_an_unreadable_file_is_named(
         code = ended(forked(run, tmp_path / "child.log"))
         (model / name).chmod(0o755)
         assert not leftovers(out)
-    said = (tmp_path / "child.log").read_text()
-    assert (code, f"{model / name}: Permission denied" in said) == (3, True), said
+    stderr = (tmp_path / "child.log").read_text()
+    assert (code, f"{model / name}: Permission denied" in stderr) == (3, True), stderr
 
 
 @pytest.mark.thorough
@@ -105,11 +105,11 @@ def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Pa
     """Where torch fills new memory with the largest numbers and NaN, the same bytes come out."""
     model = tiny("llama")
 
-    def run(place: Path) -> None:
-        place.mkdir()
-        quantize(model, place / "gptq", recipe("gptq", bits=3))
+    def run(directory: Path) -> None:
+        directory.mkdir()
+        quantize(model, directory / "gptq", recipe("gptq", bits=3))
         export = Recipe(format="gguf", type="Q4_0")
-        api.export(str(model), export, place / "m.gguf", Settings())
+        api.export(str(model), export, directory / "m.gguf", Settings())
 
     def run_filled() -> None:
         torch.use_deterministic_algorithms(True)
@@ -119,7 +119,7 @@ def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Pa
     run(tmp_path / "plain")
     in_child(run_filled, tmp_path)
     assert tree(tmp_path / "plain" / "gptq") == tree(tmp_path / "filled" / "gptq")
-    first, second = (tmp_path / place / "m.gguf" for place in ("plain", "filled"))
+    first, second = (tmp_path / name / "m.gguf" for name in ("plain", "filled"))
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -128,16 +128,16 @@ def test_a_run_fits_into_120_percent_of_planned_memory(
     method: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""
-    model, wanted = first_blocks(copied(DEMO, tmp_path / "demo"), 1), recipe(method, bits=4)
-    peak = api.plan(str(model), wanted).peak_memory_bytes
-    quantize(model, tmp_path / "free", wanted, threads=1)
+    model, requested = first_blocks(copied(DEMO, tmp_path / "demo"), 1), recipe(method, bits=4)
+    peak = api.plan(str(model), requested).peak_memory_bytes
+    quantize(model, tmp_path / "free", requested, threads=1)
 
     def run() -> None:
-        quantize(tiny("llama"), tmp_path / "small", wanted, threads=1)
+        quantize(tiny("llama"), tmp_path / "small", requested, threads=1)
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = taken + int(1.2 * peak) + 8 * MEGABYTE
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        quantize(model, tmp_path / "under", wanted, threads=1)
+        quantize(model, tmp_path / "under", requested, threads=1)
 
     in_child(run, tmp_path)
     assert tree(tmp_path / "free") == tree(tmp_path / "under")

@@ -30,15 +30,15 @@ def test_sweep_results_match_their_commands_and_existing_ones_stay(model, tmp_pa
     over = {"bits": ["3", "4"], "method": ["gptq", "rtn"]}
     first = swept(model, tmp_path / "s", {**over, "bits": ["4"]})
     before = (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns
-    found = swept(model, tmp_path / "s", over)
+    result = swept(model, tmp_path / "s", over)
     assert [*first.results] == ["bits4-gptq", "bits4-rtn"]
-    assert [*found.results] == ["bits3-gptq", "bits3-rtn", "bits4-gptq", "bits4-rtn"]
+    assert [*result.results] == ["bits3-gptq", "bits3-rtn", "bits4-gptq", "bits4-rtn"]
     assert (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns == before
     for name in ("bits3-gptq", "bits4-rtn"):  # one of either command
-        path, method = found.results[name], name.rpartition("-")[2]
+        path, method = result.results[name], name.rpartition("-")[2]
         quantize(model, None, tmp_path / name, method=method, bits=int(name[4]), **ROWS)
         assert tree(path) == tree(tmp_path / name)
-    rows = found.evaluation.rows
+    rows = result.evaluation.rows
     assert [row["kl_mean"] is None for row in rows] == [True, False, False, False, False]
     with pytest.raises(RefusedError, match=r"made in: calibration\.samples: "):
         swept(model, tmp_path / "s", over, samples=5)
@@ -68,10 +68,10 @@ def test_a_truncated_sweep_result_is_refused(model, tmp_path):
 
 def test_combinations_a_format_cannot_hold_are_skipped_or_refused(model, tmp_path):
     over = {"scheme": ["int4:g32:asym", "int3:g32:asym"], "format": ["awq", "compressed-tensors"]}
-    found = swept(model, tmp_path / "s", over, method="rtn")
-    assert [*found.left_out] == ["int3-g32-asym-awq"]
-    assert "the layout holds 4 bits" in found.left_out["int3-g32-asym-awq"]
-    assert len(found.results) == 3
+    result = swept(model, tmp_path / "s", over, method="rtn")
+    assert [*result.left_out] == ["int3-g32-asym-awq"]
+    assert "the layout holds 4 bits" in result.left_out["int3-g32-asym-awq"]
+    assert len(result.results) == 3
     with pytest.raises(RefusedError, match="1 of 4 combinations"):
         swept(model, tmp_path / "t", over, method="rtn", settings=Settings(policy=Policy(True, {})))
     with pytest.raises(RefusedError, match="1 of 1 combinations"):
@@ -91,14 +91,14 @@ def test_combinations_a_format_cannot_hold_are_skipped_or_refused(model, tmp_pat
 def test_combinations_a_method_or_engine_rejects_are_skipped(
     model, tmp_path, over, options, left_out
 ):
-    found = swept(model, tmp_path / "s", over, **options)
-    assert found.left_out.keys() == left_out.keys()
-    assert all(words in found.left_out[name] for name, words in left_out.items())
-    assert len(found.results) == 1
+    result = swept(model, tmp_path / "s", over, **options)
+    assert result.left_out.keys() == left_out.keys()
+    assert all(words in result.left_out[name] for name, words in left_out.items())
+    assert len(result.results) == 1
     if "engine" in {*over, *options}:  # of an engine and bits, as `quantize` has it
-        (path,) = found.results.values()
-        given = {"engine": "vllm", "bits": 8, "method": "rtn", **ROWS}
-        quantize(model, None, tmp_path / path.name, **given)
+        (path,) = result.results.values()
+        arguments = {"engine": "vllm", "bits": 8, "method": "rtn", **ROWS}
+        quantize(model, None, tmp_path / path.name, **arguments)
         assert tree(path) == tree(tmp_path / path.name)
         assert (manifest.read_manifest(path) or {})["format"] == "compressed-tensors"
 
@@ -136,22 +136,22 @@ def test_an_invalid_sweep_directory_is_refused_before_work(model, tmp_path, caps
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = {*tmp_path.rglob("*")}
-    for place, code, words in (
+    for output, code, words in (
         ("no/such", 3, "no directory"),
         ("file", 3, "is no directory"),
         ("link", 3, "is a link"),
         ("source/sub", 2, "overlaps the model"),
         ("source", 2, "overlaps the model"),
     ):
-        asked = ("--over", "bits=4", "--method", "rtn", "-o", tmp_path / place)
-        ended = command(capsys, "sweep", source, *asked)
+        arguments = ("--over", "bits=4", "--method", "rtn", "-o", tmp_path / output)
+        ended = command(capsys, "sweep", source, *arguments)
         assert (ended.code, words in ended.err) == (code, True), ended.err
         assert {*tmp_path.rglob("*")} == before
 
 
 def test_combination_names_are_made_of_option_values():
-    found = combinations({"bits": ["2"], "scales": ["search"], "embedding": ["int8:row", "keep"]})
-    assert found == {
+    named = combinations({"bits": ["2"], "scales": ["search"], "embedding": ["int8:row", "keep"]})
+    assert named == {
         "bits2-search-int8-row": {"bits": 2, "scales": "search", "embedding": "int8:row"},
         "bits2-search-keep": {"bits": 2, "scales": "search", "embedding": "keep"},
     }
@@ -192,20 +192,20 @@ def test_an_option_both_fixed_and_varied_is_refused(model, tmp_path):
 
 def test_the_sweep_command_prints_results_and_next_step(model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = ("sweep", model, "--over", "bits=4", "--over", "method=rtn", "--windows", 2)
+    arguments = ("sweep", model, "--over", "bits=4", "--over", "method=rtn", "--windows", 2)
     rows = ("--samples", 4, "--length", 16, "--window-length", 16)
-    ended = command(capsys, *asked, *rows, "--report", "s.md", "--json")
+    ended = command(capsys, *arguments, *rows, "--report", "s.md", "--json")
     assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
-    assert found["schema"] == "quantforge.sweep/2"
-    assert [*found["results"]] == ["bits4-rtn"]
+    document = json.loads(ended.out)
+    assert document["schema"] == "quantforge.sweep/2"
+    assert [*document["results"]] == ["bits4-rtn"]
     assert (tmp_path / f"{model.name}-sweep/bits4-rtn/config.json").is_file()
     assert "bits4-rtn" in (tmp_path / "s.md").read_text()
     assert "results:" not in ended.err  # the document says it
-    again = command(capsys, *asked, *rows)
+    again = command(capsys, *arguments, *rows)
     assert f"results: 1 in ./{model.name}-sweep, under the names of their rows\n" in again.err
     assert f"next: quantforge generate {model.name}-sweep/bits4-rtn\n" in again.err
-    both = command(capsys, *asked, "--bits", 4)
+    both = command(capsys, *arguments, "--bits", 4)
     assert both.code == 2
     assert "--bits is given too" in both.err
     assert command(capsys, "sweep", model, "--over", "bits").code == 2
@@ -217,15 +217,15 @@ def test_the_sweep_command_prints_results_and_next_step(model, tmp_path, capsys,
 def test_a_failed_report_write_still_prints_the_table(model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked = ("sweep", model, "--over", "bits=4", "--method", "rtn", "--windows", 2)
-    asked += ("--samples", 4, "--length", 16, "--window-length", 16, "--report", "s.md")
+    arguments = ("sweep", model, "--over", "bits=4", "--method", "rtn", "--windows", 2)
+    arguments += ("--samples", 4, "--length", 16, "--window-length", 16, "--report", "s.md")
 
     def full(*_, **__):
         raise ResourceError("no space")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.cli.evaluate.save_file", full)
-        first = command(capsys, *asked)
+        first = command(capsys, *arguments)
     assert (first.code, "bits4" in first.out) == (ResourceError.exit_code, True)
-    assert command(capsys, *asked).code == 0
+    assert command(capsys, *arguments).code == 0
     assert "bits4" in (tmp_path / "s.md").read_text()

@@ -95,17 +95,19 @@ def evaluate_tasks(model, pairs):
 
 @pytest.mark.parametrize("name", ENTRANCES)
 def test_every_verb_names_the_token_without_an_embedding(name, model, text, tmp_path):
-    call, place = ENTRANCES[name]
+    call, context = ENTRANCES[name]
     with pytest.raises(InputError, match=PAST) as refused:
         call(model, text, tmp_path / "out")
-    assert place in refused.value.message
+    assert context in refused.value.message
     assert "leave it out" in refused.value.hint
     assert not (tmp_path / "out").exists()
 
 
 def test_without_the_token_generation_works_and_verify_warns(model, rounded):
     report = verify(rounded, model)
-    assert [(one.check, one.severity) for one in report.findings] == [("vocabulary", "warning")]
+    assert [(finding.check, finding.severity) for finding in report.findings] == [
+        ("vocabulary", "warning")
+    ]
     assert f"'<image>' (id {VOCABULARY})" in report.findings[0].detail
     assert api.generate(rounded, "the weights", raw=True, max_tokens=2)
 
@@ -145,10 +147,10 @@ def test_such_a_bos_token_is_refused_and_eos_is_ignored(model, tmp_path):
 @pytest.mark.parametrize("values", [{}, {"special": False}, {"id": VOCABULARY + 7}])
 def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
     source = edited(tiny("llama-tied"), tmp_path / "m", lambda it: add_token(it, **values))
-    found = api.export(
+    result = api.export(
         str(source), Recipe(type="F32", format="gguf"), tmp_path / "x.gguf", Settings()
     )
-    (event,) = [one for one in found.events if one.kind == "tokens-dropped"]
+    (event,) = [item for item in result.events if item.kind == "tokens-dropped"]
     assert "'<image>'" in event.detail
     assert f"past the {VOCABULARY} rows" in event.detail
     assert verify(tmp_path / "x.gguf", source).findings == []
@@ -163,9 +165,9 @@ def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
 def test_dropped_pad_token_has_no_key_and_bos_is_refused(tiny, tmp_path):
     """One that pads or ends texts has no key; one that is put before every text is refused."""
     source = edited(tiny("llama-tied"), tmp_path / "m", add_token)
-    place = source / "tokenizer_config.json"
-    config = json.loads(place.read_text())
-    place.write_text(json.dumps({**config, "pad_token": "<image>"}))
+    path = source / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "pad_token": "<image>"}))
     file = read_gguf(export(source, tmp_path / "x.gguf", "F32"))
     assert "tokenizer.ggml.padding_token_id" not in file.metadata
 

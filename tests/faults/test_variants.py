@@ -22,7 +22,7 @@ from tests.runs import CALIBRATION, StopError, make_variants, quantize, swift, t
 
 
 def _recipes():
-    found = {
+    recipes = {
         "int4": swift("gptq", bits=4),
         "int3": swift("gptq", bits=3),
         "both": swift("awq+gptq", bits=3),
@@ -30,7 +30,7 @@ def _recipes():
         "ranges": swift("smooth", scheme="int8:row:sym+int8:tensor:static"),
     }
     text = replace(CALIBRATION, random_share=0.0)  # rows of gptq are others by default
-    return {name: replace(one, calibration=text) for name, one in found.items()}
+    return {name: replace(recipe, calibration=text) for name, recipe in recipes.items()}
 
 
 def _made(model, folder, settings=None):
@@ -39,7 +39,7 @@ def _made(model, folder, settings=None):
 
 
 def _planned(model, folder, *bits, method="gptq"):
-    recipes = {str(one): swift(method, bits=one) for one in bits}
+    recipes = {str(width): swift(method, bits=width) for width in bits}
     return plan_variants(model, recipes, lambda name, _: folder / name, Settings())[0]
 
 
@@ -47,8 +47,8 @@ def _planned(model, folder, *bits, method="gptq"):
 def test_variants_match_separate_commands_even_after_a_stop(model, tmp_path):
     alone, together, stopped = (tmp_path / name for name in ("alone", "together", "stopped"))
     alone.mkdir()
-    for name, wanted in _recipes().items():
-        quantize(model, alone / name, wanted)
+    for name, recipe in _recipes().items():
+        quantize(model, alone / name, recipe)
     with patch.object(execute, "observe", wraps=execute.observe) as shared:
         assert _made(model, together) == tuple(_recipes())
     assert {len(call.args[1]) for call in shared.call_args_list} == {4, 1}  # all but the ranges
@@ -66,10 +66,10 @@ def test_variants_match_separate_commands_even_after_a_stop(model, tmp_path):
 
     with patch.object(UnitRecorder, "report", stopping), pytest.raises(StopError):
         _made(model, stopped)
-    told = []
-    with report_to(told.append):
-        _made(model, stopped, Settings(progress=told.append))
-    finished = [one.part for one in told if one.part == "block 0"]
+    reports = []
+    with report_to(reports.append):
+        _made(model, stopped, Settings(progress=reports.append))
+    finished = [progress.part for progress in reports if progress.part == "block 0"]
     assert len(finished) == len(_recipes()) - 3  # those of the others are kept
     assert tree(stopped) == tree(alone)
 
@@ -88,9 +88,9 @@ def test_a_group_closes_its_stages_when_it_ends(model, tmp_path):
 
 
 def test_an_existing_variant_output_is_refused_before_work(model, tmp_path):
-    place = tmp_path / "folder/int3"
-    place.mkdir(parents=True)
-    (place / "mine").write_text("kept")
+    directory = tmp_path / "folder/int3"
+    directory.mkdir(parents=True)
+    (directory / "mine").write_text("kept")
     with pytest.raises(QuantForgeError, match="int3"):
         _made(model, tmp_path / "folder")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["int3"]
@@ -101,45 +101,47 @@ def test_a_process_takes_half_of_the_open_variants(model, tmp_path):
         variants._Queue(planned.jobs, planned.files, Settings(join=True))
         for planned in (_planned(model, tmp_path, 2, 3, 4, 8) for _ in range(2))
     )
-    with ExitStack() as one, ExitStack() as two:
-        assert [*first.take(one)] == ["2", "3"]
-        assert [*second.take(two)] == ["4"]
+    with ExitStack() as first_stack, ExitStack() as second_stack:
+        assert [*first.take(first_stack)] == ["2", "3"]
+        assert [*second.take(second_stack)] == ["4"]
 
 
 def test_the_progress_share_covers_all_variants(model, tmp_path):
-    told = []
+    reports = []
     recipes = {str(bits): swift("gptq", bits=bits) for bits in (2, 3, 4, 8)}
     recipes["plain"] = swift("rtn", bits=8)
-    with report_to(told.append):
+    with report_to(reports.append):
         make_variants(
-            model, recipes, lambda name, _: tmp_path / name, Settings(progress=told.append)
+            model, recipes, lambda name, _: tmp_path / name, Settings(progress=reports.append)
         )
-    assert max(one.share for one in told if one.phase == "reading") <= 0.07
-    blocks = [one for one in told if one.part.startswith("block") and one.share < 0.8]
-    shares = [one.share for one in told if one.phase == "rounding"]
+    assert max(report.share for report in reports if report.phase == "reading") <= 0.07
+    blocks = [
+        report for report in reports if report.part.startswith("block") and report.share < 0.8
+    ]
+    shares = [report.share for report in reports if report.phase == "rounding"]
     widest = max(after - before for before, after in pairwise(shares))
     assert blocks
     assert widest < 0.2  # it neither stands nor jumps
 
 
 def test_waiting_progress_follows_other_processes_without_an_estimate(model, tmp_path):
-    told, there = [], set()
+    reports, there = [], set()
 
     def listen(report):
-        told.append(report)
+        reports.append(report)
         if report.waits and len(there) < 2:
             there.add(str(3 + len(there)))
 
-    held = _planned(model, tmp_path, 3, 4, method="rtn")  # as another process does
+    others_plan = _planned(model, tmp_path, 3, 4, method="rtn")  # as another process does
     planned = _planned(model, tmp_path, 2, 3, 4, method="rtn")
     planned = replace(planned, settings=Settings(join=True))
     with ExitStack() as others, report_to(listen):
-        for job in held.jobs.values():
+        for job in others_plan.jobs.values():
             others.enter_context(job.stage)
         with patch.object(variants, "is_up_to_date", lambda job, _: job.out.name in there):
             assert planned.make(tmp_path / "x", 0) == ("2",)
-    waiting = [one for one in told if one.waits]
-    assert [round(one.share / 0.95, 1) for one in waiting] == [0.3, 0.7]
+    waiting = [progress for progress in reports if progress.waits]
+    assert [round(progress.share / 0.95, 1) for progress in waiting] == [0.3, 0.7]
     clock = Clock(0.0, work_span=(0.0, 0.0))
     assert clock.remaining(waiting[0]) is None
     assert clock.remaining(replace(waiting[0], waits=False)) is not None

@@ -34,10 +34,10 @@ MEGABYTE = 2**20
 
 
 def export(model: Path, out: Path | None, settings: Settings | None = None, **values: Any) -> Any:
-    known = {
+    keywords = {
         key: values.pop(key) for key in ("allow_inexact", "source", "requantize") if key in values
     }
-    return api.export(str(model), recipe(**values), out, settings or Settings(), **known)
+    return api.export(str(model), recipe(**values), out, settings or Settings(), **keywords)
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +52,17 @@ def quantized(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes that a verb wants to be free before it begins."""
-    found: list[int] = []
+    requests: list[int] = []
     check = Stage.check_space
 
     def noted(stage: Stage, needed: int, *hint: str) -> None:
-        found.append(needed)
+        requests.append(needed)
         check(stage, needed, *hint)
 
     with monkeypatch.context() as patch:
         patch.setattr(Stage, "check_space", noted)
         work()
-    (needed,) = found
+    (needed,) = requests
     return needed
 
 
@@ -101,21 +101,24 @@ def test_required_space_includes_hidden_states_on_disk(
         write(states, *arguments)
 
     monkeypatch.setattr(OnDisk, "write", noted)
-    places = [out.with_name(name) for name in ("a", "b", "c", "d")]
-    memory = asked(lambda: quantize(model, places[0], swift("gptq")), monkeypatch)
+    outputs = [out.with_name(name) for name in ("a", "b", "c", "d")]
+    memory = asked(lambda: quantize(model, outputs[0], swift("gptq")), monkeypatch)
     plain = asked(
-        lambda: quantize(model, places[1], recipe(scales="absmax"), activations="disk"), monkeypatch
+        lambda: quantize(model, outputs[1], recipe(scales="absmax"), activations="disk"),
+        monkeypatch,
     )
     assert not sizes
-    disk = asked(lambda: quantize(model, places[2], swift("gptq"), activations="disk"), monkeypatch)
+    disk = asked(
+        lambda: quantize(model, outputs[2], swift("gptq"), activations="disk"), monkeypatch
+    )
     assert disk - memory == max(sizes) > 0
-    assert plain == asked(lambda: quantize(model, places[3], recipe(scales="absmax")), monkeypatch)
+    assert plain == asked(lambda: quantize(model, outputs[3], recipe(scales="absmax")), monkeypatch)
 
 
 def test_planned_memory_includes_hidden_states(model: Path) -> None:
-    wanted = swift("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
-    memory = api.plan(str(model), wanted)
-    disk = api.plan(str(model), wanted, Settings(activations="disk"))
+    requested = swift("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
+    memory = api.plan(str(model), requested)
+    disk = api.plan(str(model), requested, Settings(activations="disk"))
     assert memory.peak_memory_bytes > disk.peak_memory_bytes
     assert memory.tensors == disk.tensors
 
@@ -166,10 +169,10 @@ def test_the_requested_number_of_threads_is_set(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noted and not set: a process with a pool of threads cannot be forked by other tests."""
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    thread_counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
     quantize(model, out, recipe(scales="absmax"), threads=3)
-    assert 3 in asked
+    assert 3 in thread_counts
 
 
 def test_a_side_file_changed_before_its_copy_is_detected(
@@ -180,9 +183,9 @@ def test_a_side_file_changed_before_its_copy_is_detected(
     real = module.digest_source
 
     def then_edited(*arguments: Any) -> Any:
-        found = real(*arguments)
+        digests = real(*arguments)
         (source / "tokenizer_config.json").write_text("{}")
-        return found
+        return digests
 
     monkeypatch.setattr(module, "digest_source", then_edited)
     with pytest.raises(IntegrityError, match="tokenizer_config"):
@@ -211,12 +214,12 @@ def test_only_the_identical_command_accepts_a_finished_result(
     finished(model, out, monkeypatch)
     source = copied(model, out.with_name("m"))
     (source / "LICENSE").write_text("other terms")
-    for other, wanted in (
+    for other, requested in (
         (source, recipe(scales="absmax")),
         (model, recipe(bits=8, scales="absmax")),
     ):
         with pytest.raises(RefusedError, match="exists"):
-            quantize(other, out, wanted)
+            quantize(other, out, requested)
     journal = out.parent / ".out.qf/journal"
     assert journal.is_dir()
     (out.parent / ".out.qf/stage").mkdir()  # of a run that goes on: not the end of that one
@@ -248,14 +251,17 @@ def test_a_manifest_of_an_older_schema_is_refused(model: Path, out: Path) -> Non
     document = json.loads(path.read_text())
     assert document["schema"] == "quantforge.manifest/2"
     path.write_text(json.dumps(document | {"schema": "quantforge.manifest/1"}))
-    before, told = tree(out), r"has schema quantforge\.manifest/1, and this version of quantforge"
-    with pytest.raises(RefusedError, match=told):
+    before, message = (
+        tree(out),
+        r"has schema quantforge\.manifest/1, and this version of quantforge",
+    )
+    with pytest.raises(RefusedError, match=message):
         quantize(model, out, recipe(scales="absmax"), overwrite=True)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         api.reproduce(str(out), str(model))
     findings = api.verify(out, model, forward=False).findings
     assert "quantforge.manifest/1" in next(
-        one.detail for one in findings if one.check == "manifest"
+        finding.detail for finding in findings if finding.check == "manifest"
     )
     assert tree(out) == before
 
@@ -267,7 +273,7 @@ def test_an_export_records_its_lineage(quantized: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     export(quantized, first, format="gptq", allow_inexact=True)
     export(first, second, allow_inexact=True)
-    documents = [manifest.read_manifest(place) or {} for place in (quantized, first, second)]
+    documents = [manifest.read_manifest(path) or {} for path in (quantized, first, second)]
     assert (
         documents[1]["lineage"].keys()
         == {"source", "method", "recipe", "calibration", "format", "event_counts"}
@@ -283,12 +289,12 @@ def test_an_export_records_its_lineage(quantized: Path, tmp_path: Path) -> None:
 
 
 def test_the_hub_revision_of_the_source_is_recorded(model: Path, tmp_path: Path) -> None:
-    place = tmp_path / "models--org--name/snapshots" / ("a1" * 20)
-    place.parent.mkdir(parents=True)
-    found = describe_source(open_checkpoint(copied(model, place)))
-    assert (found["model"], found["revision"]) == ("org/name", "a1" * 20)
+    snapshot = tmp_path / "models--org--name/snapshots" / ("a1" * 20)
+    snapshot.parent.mkdir(parents=True)
+    described = describe_source(open_checkpoint(copied(model, snapshot)))
+    assert (described["model"], described["revision"]) == ("org/name", "a1" * 20)
     assert "revision" not in describe_source(open_checkpoint(model))
-    assert set(found["files"]) == {path.name for path in place.iterdir()}
+    assert set(described["files"]) == {path.name for path in snapshot.iterdir()}
 
 
 def test_engine_formats_apply_to_quantized_models_only(model: Path, quantized: Path) -> None:
@@ -298,13 +304,13 @@ def test_engine_formats_apply_to_quantized_models_only(model: Path, quantized: P
 
 def test_export_requantizes_only_on_request(quantized: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
-    wanted = {"type": "Q4_0", "format": "gguf"}
+    target = {"type": "Q4_0", "format": "gguf"}
     with pytest.raises(RefusedError, match="second quantization"):
-        export(quantized, out, **wanted)
+        export(quantized, out, **target)
     assert not list(tmp_path.iterdir())
-    done = export(quantized, out, **wanted, requantize=True)
+    done = export(quantized, out, **target, requantize=True)
     assert [event.kind for event in done.events].count("requantized") == 1
-    again = export(quantized, tmp_path / "n.gguf", **wanted, source=str(model))
+    again = export(quantized, tmp_path / "n.gguf", **target, source=str(model))
     assert "requantized" not in {event.kind for event in again.events}
 
 
@@ -371,8 +377,8 @@ def test_too_little_space_is_refused_before_an_export(
 def test_diff_of_an_exact_export_finds_nothing(model, tmp_path):
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
     api.export(tmp_path / "q", None, tmp_path / "mlx", format="mlx")
-    found = api.diff(tmp_path / "q", tmp_path / "mlx")
-    assert (found.equal, found.files) == (True, [])
+    difference = api.diff(tmp_path / "q", tmp_path / "mlx")
+    assert (difference.equal, difference.files) == (True, [])
     config = tmp_path / "mlx/config.json"
     document = json.loads(config.read_text())
     config.write_text(json.dumps({**document, "bos_token_id": 7}))
@@ -380,9 +386,9 @@ def test_diff_of_an_exact_export_finds_nothing(model, tmp_path):
 
 
 def test_exporting_gguf_to_gguf_is_refused(model, tmp_path):
-    made = tmp_path / "m.gguf"
-    quantize(model, made, recipe(type="Q4_K_M", format="gguf", scales="absmax"))
+    path = tmp_path / "m.gguf"
+    quantize(model, path, recipe(type="Q4_K_M", format="gguf", scales="absmax"))
     with pytest.raises(RefusedError, match="of that format already") as refused:
-        api.export(made, None, tmp_path / "n.gguf", format="gguf")
+        api.export(path, None, tmp_path / "n.gguf", format="gguf")
     assert "use it as it is" in refused.value.hint
     assert not (tmp_path / "n.gguf").exists()

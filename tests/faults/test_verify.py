@@ -90,9 +90,9 @@ def tensors(change: Callable[[Tensors], object]) -> Plant:
     """Change the tensors of ``model.safetensors``."""
 
     def plant(model: Path) -> None:
-        found = load_file(model / "model.safetensors")
-        change(found)
-        whole = {name: value.contiguous() for name, value in found.items()}
+        stored = load_file(model / "model.safetensors")
+        change(stored)
+        whole = {name: value.contiguous() for name, value in stored.items()}
         save_file(whole, model / "model.safetensors", {"format": "pt"})
 
     return plant
@@ -100,92 +100,92 @@ def tensors(change: Callable[[Tensors], object]) -> Plant:
 
 def element(name: str, change: Callable[[torch.Tensor], object]) -> Plant:
     """Change one tensor in place."""
-    return tensors(lambda found: change(found[name]))
+    return tensors(lambda stored: change(stored[name]))
 
 
 def document(file: str, change: Callable[[dict[str, Any]], object]) -> Plant:
     """Change a JSON file."""
 
     def plant(model: Path) -> None:
-        found = json.loads((model / file).read_text())
-        change(found)
-        (model / file).write_text(json.dumps(found))
+        content = json.loads((model / file).read_text())
+        change(content)
+        (model / file).write_text(json.dumps(content))
 
     return plant
 
 
-def put(place: tuple[int, int], value: float) -> Callable[[torch.Tensor], object]:
-    def change(found: torch.Tensor) -> None:
-        found[place] = value
+def put(position: tuple[int, int], value: float) -> Callable[[torch.Tensor], object]:
+    def change(tensor: torch.Tensor) -> None:
+        tensor[position] = value
 
     return change
 
 
 def put_all(value: float) -> Callable[[torch.Tensor], object]:
-    return lambda found: found.fill_(value)
+    return lambda tensor: tensor.fill_(value)
 
 
-def scaled(place: Any, factor: float) -> Callable[[torch.Tensor], object]:
-    def change(found: torch.Tensor) -> None:
-        found[place] *= factor
+def scaled(position: Any, factor: float) -> Callable[[torch.Tensor], object]:
+    def change(tensor: torch.Tensor) -> None:
+        tensor[position] *= factor
 
     return change
 
 
-def exchanged(found: Tensors, first: str, second: str) -> None:
+def exchanged(stored: Tensors, first: str, second: str) -> None:
     """Swap everything that belongs to two modules."""
-    for name in [name for name in found if name.startswith(f"{first}.")]:
+    for name in [name for name in stored if name.startswith(f"{first}.")]:
         other = second + name.removeprefix(first)
-        found[name], found[other] = found[other], found[name]
+        stored[name], stored[other] = stored[other], stored[name]
 
 
-def groups_swapped(found: Tensors) -> None:
-    packed, scale = found[f"{DOWN}.weight_packed"], found[f"{DOWN}.weight_scale"]
+def groups_swapped(stored: Tensors) -> None:
+    packed, scale = stored[f"{DOWN}.weight_packed"], stored[f"{DOWN}.weight_scale"]
     # Eight codes of 4 bits in a word, 32 in a group
     packed[5, :8] = packed[5, [4, 5, 6, 7, 0, 1, 2, 3]]
     scale[5, :2] = scale[5, [1, 0]]
 
 
-def reordered(found: Tensors, module: str, heads: int) -> None:
+def reordered(stored: Tensors, module: str, heads: int) -> None:
     """Rows as llama.cpp orders them for its rotary embedding."""
     for part in ("weight_packed", "weight_scale"):
-        value = found[f"{module}.{part}"]
+        value = stored[f"{module}.{part}"]
         halves = value.view(heads, 2, -1, value.shape[1])
-        found[f"{module}.{part}"] = halves.transpose(1, 2).reshape(value.shape)
+        stored[f"{module}.{part}"] = halves.transpose(1, 2).reshape(value.shape)
 
 
-def zero_off_by_one(found: Tensors) -> None:
+def zero_off_by_one(stored: Tensors) -> None:
     """Raise one zero point, in the lowest four bits of a word."""
-    zeros = found[f"{UP}.qzeros"]
+    zeros = stored[f"{UP}.qzeros"]
     word = int(zeros[1, 3])
     zeros[1, 3] = word + 1 if word & 15 < 12 else word - 1
 
 
-def plain_key(found: Tensors) -> None:
+def plain_key(stored: Tensors) -> None:
     """Leave k_proj unquantized beside q and v."""
-    columns = found[f"{K}.weight_packed"].shape[1] * 8
-    rows = found[f"{K}.weight_packed"].shape[0]
+    columns = stored[f"{K}.weight_packed"].shape[1] * 8
+    rows = stored[f"{K}.weight_packed"].shape[0]
     for part in ("weight_packed", "weight_scale", "weight_shape"):
-        del found[f"{K}.{part}"]
-    found[f"{K}.weight"] = torch.randn(rows, columns).bfloat16()
+        del stored[f"{K}.{part}"]
+    stored[f"{K}.weight"] = torch.randn(rows, columns).bfloat16()
 
 
 def and_then(*plants: Plant) -> Plant:
     def plant(model: Path) -> None:
-        for one in plants:
-            one(model)
+        for change in plants:
+            change(model)
 
     return plant
 
 
 def method(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = config["quantization_config"]
-    return found
+    settings: dict[str, Any] = config["quantization_config"]
+    return settings
 
 
 def weights(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = method(config)["config_groups"]["group_0"]["weights"]
-    return found
+    settings: dict[str, Any] = method(config)["config_groups"]["group_0"]["weights"]
+    return settings
 
 
 def stale_shard(model: Path) -> None:
@@ -199,11 +199,11 @@ def truncated(model: Path) -> None:
 
 def copy_of_the_source(model: Path) -> None:
     """The source's weights under a configuration that promises codes."""
-    found = load_file(model / "model.safetensors")
-    stored = {name for name in found if name.rpartition(".")[2].startswith("weight_")}
-    original = {name: value for name, value in found.items() if name not in stored}
+    stored_tensors = load_file(model / "model.safetensors")
+    stored = {name for name in stored_tensors if name.rpartition(".")[2].startswith("weight_")}
+    original = {name: value for name, value in stored_tensors.items() if name not in stored}
     for name in {name.rpartition(".")[0] for name in stored}:
-        shape = found[f"{name}.weight_shape"].tolist()
+        shape = stored_tensors[f"{name}.weight_shape"].tolist()
         original[f"{name}.weight"] = torch.randn(*shape).bfloat16()
     save_file(original, model / "model.safetensors", {"format": "pt"})
 
@@ -220,7 +220,7 @@ def gguf_scale(value: float) -> Plant:
 
 
 def drop(name: str) -> Plant:
-    return tensors(lambda found: found.pop(name))
+    return tensors(lambda stored: stored.pop(name))
 
 
 def new_token(tokenizer: dict[str, Any]) -> None:
@@ -331,8 +331,8 @@ def test_a_defect_is_found_and_named(name, made, source, tmp_path):
         shutil.copy(made(base), model)
     plant(model)
     report = look(model, original)
-    found = [item for item in report.findings if item.check == check]
-    assert any(where in f"{item.where} {item.detail}" for item in found), said(report)
+    findings = [item for item in report.findings if item.check == check]
+    assert any(where in f"{item.where} {item.detail}" for item in findings), said(report)
     assert report.failed() == (name not in UNUSUAL), said(report)
     assert report.failed(strict=True)
 
@@ -350,10 +350,10 @@ def test_norm_gains_that_grow_with_depth_pass(tmp_path):
     demo = Path(__file__).parents[2] / "models" / "demo"
     model = copied(demo, tmp_path / "rising")
 
-    def rise(found: Tensors) -> None:
-        for place, gain in enumerate((0.05, 1.03, 2.02, 3.0)):
+    def rise(stored: Tensors) -> None:
+        for layer, gain in enumerate((0.05, 1.03, 2.02, 3.0)):
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                value = found[f"model.layers.{place}.{norm}.weight"]
+                value = stored[f"model.layers.{layer}.{norm}.weight"]
                 value *= gain / value.mean()
 
     tensors(rise)(model)
@@ -382,8 +382,8 @@ ODD_WEIGHTS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", ODD_WEIGHTS)
 def test_unusual_source_weights_pass(name, source, tmp_path):
     model = copied(source("llama-wide"), tmp_path / "odd")
-    places = [*(f"{linear}.weight" for linear in (Q, K, V, GATE, UP, DOWN))]
-    tensors(lambda found: [ODD_WEIGHTS[name](found[place]) for place in places])(model)
+    names = [*(f"{linear}.weight" for linear in (Q, K, V, GATE, UP, DOWN))]
+    tensors(lambda stored: [ODD_WEIGHTS[name](stored[weight_name]) for weight_name in names])(model)
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
     (tmp_path / "q" / NAME).unlink()
     assert said(look(tmp_path / "q", model)) == []
@@ -394,10 +394,10 @@ def test_duplicated_source_blocks_pass(factor, source, tmp_path):
     """As depth up-scaling makes them, some with a factor: then their codes or scales are the same bit for bit."""
     model = copied(source("llama-wide"), tmp_path / "copies")
 
-    def copy(found: Tensors) -> None:
+    def copy(stored: Tensors) -> None:
         for name in (Q, K, V, GATE, UP, DOWN):
             other = f"{name.replace('.0.', '.1.')}.weight"
-            found[other] = factor * found[f"{name}.weight"]
+            stored[other] = factor * stored[f"{name}.weight"]
 
     tensors(copy)(model)
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
@@ -409,7 +409,7 @@ def test_duplicated_source_blocks_pass(factor, source, tmp_path):
 def test_zero_columns_pass_with_any_folded_factor(method, source, tmp_path):
     model = copied(source("llama-wide"), tmp_path / "dead")
     dead = [Q, K, V, GATE, UP, DOWN]
-    tensors(lambda found: [found[f"{name}.weight"][:, ::7].zero_() for name in dead])(model)
+    tensors(lambda stored: [stored[f"{name}.weight"][:, ::7].zero_() for name in dead])(model)
     scheme = "W8A8" if method == "smooth" else "int4:g32:asym"
     quantize(model, tmp_path / "q", recipe(method, scheme=scheme))
     (tmp_path / "q" / NAME).unlink()
@@ -433,10 +433,10 @@ def test_zero_matrices_and_gains_pass(base, source, tmp_path):
     family, values = BASES[base]
     model, out = copied(source(family), tmp_path / "zero"), tmp_path / made_name(base)
 
-    def silence(found: Tensors) -> None:
+    def silence(stored: Tensors) -> None:
         for name in (Q, K, "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
-            found[f"{name}.weight"].zero_()
-        found["model.layers.0.post_attention_layernorm.weight"][7] = 0
+            stored[f"{name}.weight"].zero_()
+        stored["model.layers.0.post_attention_layernorm.weight"][7] = 0
 
     tensors(silence)(model)
     quantize(model, out, recipe(**values))
@@ -504,7 +504,7 @@ def test_a_channel_with_clipped_outliers_passes(made, source, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()
     words = load_file(model / "model.safetensors")[f"{DOWN}.weight_packed"]
-    codes = torch.stack([(words >> 4 * place) & 15 for place in range(8)], -1).flatten(1)
+    codes = torch.stack([(words >> 4 * field) & 15 for field in range(8)], -1).flatten(1)
     at_ends = (codes == 0) | (codes == 15)
     channel = int(at_ends.sum(0).argmax())
     outliers = at_ends[:, channel]
@@ -542,13 +542,13 @@ ODD: list[Any] = [
 ]
 
 
-def places(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a JSON document."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
-        yield (*place, key)
+        yield (*path, key)
         if isinstance(value, dict | list):
-            yield from places(value, (*place, key))
+            yield from places(value, (*path, key))
 
 
 @pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
@@ -558,13 +558,13 @@ def test_odd_quantization_configs_raise_no_python_error(base, made, tmp_path):
     (model / NAME).unlink()
     config = json.loads((model / CONFIG).read_text())
     config["quantization_config"].setdefault("dynamic", {})
-    for place in places(method(config), ("quantization_config",)):
-        for value in random.Random(str(place)).sample(ODD, 2):
+    for path in places(method(config), ("quantization_config",)):
+        for value in random.Random(str(path)).sample(ODD, 2):
             changed = deepcopy(config)
             node = changed
-            for key in place[:-1]:
+            for key in path[:-1]:
                 node = node[key]
-            node[place[-1]] = value
+            node[path[-1]] = value
             (model / CONFIG).write_text(json.dumps(changed))
             assert look(model).document()["schema"] == "quantforge.verify/2"
 
@@ -626,14 +626,14 @@ def test_the_logits_check_finds_configuration_and_scale_errors(made, source, tmp
     model, original = copied(made("folded"), tmp_path / "m"), source("llama-wide")
     (model / NAME).unlink()
     document(CONFIG, lambda config: config.update(rms_norm_eps=0.1))(model)
-    found = verify(model, original).findings
-    assert ("logits", Severity.ERROR) in {(item.check, item.severity) for item in found}
+    findings = verify(model, original).findings
+    assert ("logits", Severity.ERROR) in {(item.check, item.severity) for item in findings}
     document(CONFIG, lambda config: config.update(rms_norm_eps=1e-5))(model)
     for layer in (0, 1):
         name = DOWN.replace(".0.", f".{layer}.")
         element(f"{name}.weight_scale", scaled(slice(None), 3.0))(model)
-    found = verify(model, original).findings
-    assert ("logits", Severity.WARNING) in {(item.check, item.severity) for item in found}
+    findings = verify(model, original).findings
+    assert ("logits", Severity.WARNING) in {(item.check, item.severity) for item in findings}
 
 
 def test_a_tuned_gptq_result_of_the_demo_passes(tmp_path):
@@ -668,8 +668,8 @@ def test_undeclared_families_with_renamed_tensors_are_verified(family, tmp_path)
     gain = next(name for name in stored if ".layers.1." in name and name.endswith("norm.weight"))
     drop(gain)(tmp_path / "q")
     for forward in (True, False):
-        found = verify(tmp_path / "q", source, forward=forward).findings
-        assert {item.where for item in found} == {gain}
+        findings = verify(tmp_path / "q", source, forward=forward).findings
+        assert {item.where for item in findings} == {gain}
 
 
 def test_a_gemma4_model_is_verified(tmp_path):
@@ -704,12 +704,12 @@ def test_the_verify_command_exits_with_5_and_lists_findings(made, tmp_path, caps
     sound = command(capsys, "verify", model, "--no-forward", "--json")
     (model / "notes.txt").write_text("x")
     ended = command(capsys, "verify", model, "--no-forward", "--json")
-    found = json.loads(ended.out)
+    document = json.loads(ended.out)
     assert (sound.code, ended.code) == (0, 5)
-    assert (json.loads(sound.out)["ok"], found["ok"]) == (True, False)
-    assert found["schema"] == "quantforge.verify/2"
-    assert found["findings"][0]["where"] == "notes.txt"
-    assert found["skipped"]["quantization-error"].startswith("no source")
+    assert (json.loads(sound.out)["ok"], document["ok"]) == (True, False)
+    assert document["schema"] == "quantforge.verify/2"
+    assert document["findings"][0]["where"] == "notes.txt"
+    assert document["skipped"]["quantization-error"].startswith("no source")
 
 
 def test_an_engine_that_cannot_load_the_artifact_is_a_finding(made):
@@ -723,9 +723,13 @@ def test_an_engine_alias_has_the_verdict_of_its_engine(made):
     """Every engine of `quantize --for` is one of `verify --for`."""
     model = made("zeros")
     for engine, target in TARGETS.items():
-        found, same = (look(model, engine=name) for name in (engine, target.verdict_engine))
-        assert [item.detail for item in found.findings] == [item.detail for item in same.findings]
-        assert all(item.where == engine for item in found.findings if item.check == "engine")
+        report, engine_report = (
+            look(model, engine=name) for name in (engine, target.verdict_engine)
+        )
+        assert [item.detail for item in report.findings] == [
+            item.detail for item in engine_report.findings
+        ]
+        assert all(item.where == engine for item in report.findings if item.check == "engine")
 
 
 def test_verify_of_a_missing_path_exits_with_3(tmp_path, capsys):

@@ -58,16 +58,16 @@ def saved(config: Document) -> Document:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
-    found: Document = json.loads(parsed.to_json_string())
-    return found
+    document: Document = json.loads(parsed.to_json_string())
+    return document
 
 
 def judged(own: Document, other: Document, tensors: dict[str, str] | None = None) -> list[str]:
     report = Report(Path("m"))
     compare_files(report, SideFiles(own, tensors=tensors or {}), SideFiles(other))
-    found = [item for item in report.findings if item.check == "configuration"]
-    assert all(item.where == "config.json" for item in found)
-    return [f"{item.severity} {item.detail}" for item in found]
+    findings = [item for item in report.findings if item.check == "configuration"]
+    assert all(item.where == "config.json" for item in findings)
+    return [f"{item.severity} {item.detail}" for item in findings]
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -99,15 +99,15 @@ def other_than(value: Any) -> Any:
 
 def changed(document: Document, path: tuple[Any, ...], value: Any = ...) -> Document:
     """A copy with another value at a place, or without it."""
-    found = copy.deepcopy(document)
-    node: Any = found
+    edited = copy.deepcopy(document)
+    node: Any = edited
     for key in path[:-1]:
         node = node[key]
     if value is ...:
         del node[path[-1]]
     else:
         node[path[-1]] = value
-    return found
+    return edited
 
 
 # Their absence means the same to transformers: it has the same default, or does not know them.
@@ -128,8 +128,8 @@ def test_every_changed_or_added_configuration_key_is_found(name):
         if not {path[-1], f"{name} {path[-1]}"} & IGNORED or path == ("model_type",):
             assert judged(changed(config, path, other_than(value)), config), path
         if isinstance(path[-1], str):
-            (found,) = judged(changed(config, (*path[:-1], "added_by_nobody"), 1), config)
-            assert found.startswith("warning"), found
+            (finding,) = judged(changed(config, (*path[:-1], "added_by_nobody"), 1), config)
+            assert finding.startswith("warning"), finding
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -138,7 +138,7 @@ def test_a_missing_key_is_found_if_its_default_differs(name):
     whole = saved(config)
     for key in config.keys() - MAY_GO:
         gone = saved(changed(config, (key,))) if key != "model_type" else {}
-        if any(gone.get(one) != value for one, value in whole.items()):
+        if any(gone.get(other_key) != value for other_key, value in whole.items()):
             assert judged(changed(config, (key,)), config), key
 
 
@@ -163,9 +163,9 @@ ADDED: dict[str, tuple[Any, str]] = {
 def test_an_added_key_is_an_error_if_loaders_use_it(key):
     config = RELEASED["mistral"]
     value, severity = ADDED[key]
-    found = judged({**config, key: value}, config)
-    assert any(item.startswith(severity) for item in found), found
-    assert severity == "error" or not any(item.startswith("error") for item in found)
+    findings = judged({**config, key: value}, config)
+    assert any(item.startswith(severity) for item in findings), findings
+    assert severity == "error" or not any(item.startswith("error") for item in findings)
 
 
 def test_a_built_in_attention_implementation_passes():
@@ -192,22 +192,22 @@ def test_null_equals_absent_only_without_a_default():
 
 def test_a_separately_quantized_head_may_be_untied():
     config = RELEASED["llama"]
-    own = {**config, "tie_word_embeddings": False}
-    assert judged(own, config)
-    assert judged(own, config, {"lm_head.weight_packed": "I32"}) == []
+    edited = {**config, "tie_word_embeddings": False}
+    assert judged(edited, config)
+    assert judged(edited, config, {"lm_head.weight_packed": "I32"}) == []
 
 
 def test_an_unreadable_configuration_is_compared_literally():
     config = {**RELEASED["llama"], "model_type": "of_nobody", "width": 3}
     assert judged({**config, "use_cache": True}, config) == []
     assert judged({**config, "width": 4}, config)[0].startswith("error")
-    own = {**RELEASED["llama"], "num_attention_heads": "x"}
-    assert any("num_attention_heads = 'x'" in item for item in judged(own, RELEASED["llama"]))
+    edited = {**RELEASED["llama"], "num_attention_heads": "x"}
+    assert any("num_attention_heads = 'x'" in item for item in judged(edited, RELEASED["llama"]))
 
 
 def test_configuration_values_are_printed_escaped_and_short():
     config = RELEASED["llama"]
-    for own in ({**config, "x\x1b[2J\u202e": "a\x07b\u2066"}, {**config, "vocab_size": 10**400}):
-        text = "".join(judged(own, config))
+    for edited in ({**config, "x\x1b[2J\u202e": "a\x07b\u2066"}, {**config, "vocab_size": 10**400}):
+        text = "".join(judged(edited, config))
         assert text.isprintable()
         assert 0 < len(text) < 600

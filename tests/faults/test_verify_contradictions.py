@@ -130,10 +130,10 @@ def file(name: str, **values: Any) -> Edit:
     """Change keys of another file, which may be new; None takes a key away."""
 
     def apply(model: Model) -> None:
-        place = model.path / name
-        found = {**(json.loads(place.read_text()) if place.exists() else {}), **values}
-        place.write_text(
-            json.dumps({key: value for key, value in found.items() if value is not None})
+        path = model.path / name
+        content = {**(json.loads(path.read_text()) if path.exists() else {}), **values}
+        path.write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
         )
 
     return apply
@@ -282,8 +282,8 @@ def test_a_contradiction_is_found_and_named(name, tmp_path):
     artifact, edit, part = PLANTED[name]
     model = Model(artifact, tmp_path)
     edit(model)
-    found = told(model.written())
-    assert any(part in item for item in found), found
+    messages = told(model.written())
+    assert any(part in item for item in messages), messages
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -22,11 +22,11 @@ def look(path: Path, source: Path) -> Report:
     return verify(path, source, forward=False)
 
 
-def exported(source: Path, place: Path, scheme: str, form: str) -> Path:
+def exported(source: Path, directory: Path, scheme: str, form: str) -> Path:
     """Return the export of a result, beside it."""
-    out = place / "q"
+    out = directory / "q"
     quantize(source, out, recipe(scheme=scheme, scales="absmax"))
-    file = place / ("e.gguf" if form == "gguf" else "e")
+    file = directory / ("e.gguf" if form == "gguf" else "e")
     export(out, out=file, format=form)
     return file
 
@@ -49,10 +49,10 @@ def test_split_groups_are_judged_by_the_original_group(tiny, tmp_path):
     tensors[OTHER][3, 10] *= 100
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     rules = (Rule("down_proj", "int4:g64:sym"),)
-    made, out = tmp_path / "q", tmp_path / "e"
-    quantize(source, made, recipe(scheme="int4:g128:sym", rules=rules, scales="absmax"))
-    export(made, out=out, format="gptq")
-    assert look(made, source).findings == look(out, source).findings == []
+    result, out = tmp_path / "q", tmp_path / "e"
+    quantize(source, result, recipe(scheme="int4:g128:sym", rules=rules, scales="absmax"))
+    export(result, out=out, format="gptq")
+    assert look(result, source).findings == look(out, source).findings == []
 
 
 def test_too_much_export_error_is_a_warning(tiny, tmp_path):

@@ -73,8 +73,8 @@ def test_extra_files_that_loaders_read_are_found(model, source):
     for name in PLANTED:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")
-    told = found(model, source)
-    assert {name: item.severity for name, item in told.items()} == dict.fromkeys(
+    extra = found(model, source)
+    assert {name: item.severity for name, item in extra.items()} == dict.fromkeys(
         PLANTED, Severity.ERROR
     )
     assert {name: item.severity for name, item in found(model).items()} == {
@@ -91,8 +91,8 @@ def test_harmless_extra_files_pass(model, source):
 
 def test_extra_files_identical_to_the_source_pass(model, source, tmp_path):
     source = shutil.copytree(source, tmp_path / "s")
-    for place in (model, source):
-        (place / "modeling_x.py").write_text("x = 1")
+    for directory in (model, source):
+        (directory / "modeling_x.py").write_text("x = 1")
     assert found(model, source) == {}
     (model / "modeling_x.py").write_text("x = 2")
     assert "differs from the source's" in found(model, source)["modeling_x.py"].detail
@@ -100,14 +100,14 @@ def test_extra_files_identical_to_the_source_pass(model, source, tmp_path):
 
 def test_file_names_are_printed_escaped(model, source):
     (model / "a\x1b[31m\u202e.py").write_text("x")
-    (told,) = found(model, source)
-    assert told.isprintable()
+    (name,) = found(model, source)
+    assert name.isprintable()
 
 
 def test_original_weights_beside_quantized_ones_are_a_warning(model, source, tmp_path):
     source = shutil.copytree(source, tmp_path / "s")
-    for place in (model, source):
-        (place / "pytorch_model.bin").write_bytes(b"0")
+    for directory in (model, source):
+        (directory / "pytorch_model.bin").write_bytes(b"0")
     assert found(model, source)["pytorch_model.bin"].severity is Severity.WARNING
 
 

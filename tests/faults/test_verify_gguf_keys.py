@@ -34,13 +34,13 @@ def made(tmp_path_factory):
 
     @cache
     def make(family: str):
-        place = tmp_path_factory.mktemp(family)
+        directory = tmp_path_factory.mktemp(family)
         if family == "sentencepiece":
-            source = gguf_models.make("llama-tied", place / "s", vocab_size=640)
+            source = gguf_models.make("llama-tied", directory / "s", vocab_size=640)
             gguf_models.sentencepiece_tokenizer(prefix=True).save(str(source / "tokenizer.json"))
         else:
-            source = gguf_models.make(family, place / "s")
-        return source, export(source, place / "m.gguf", "Q4_0")
+            source = gguf_models.make(family, directory / "s")
+        return source, export(source, directory / "m.gguf", "Q4_0")
 
     return make
 
@@ -93,13 +93,13 @@ def test_every_changed_added_or_missing_gguf_key_is_found(family, made):
     source, path = made(family)
     file = read_gguf(path)
     expected, _ = expected_keys(file, open_source(source))
-    own = {key: value.value for key, value in file.metadata.items()}
-    assert list(key_differences(own, expected)) == []
+    keys = {key: value.value for key, value in file.metadata.items()}
+    assert list(key_differences(keys, expected)) == []
     unsaid = []
-    for key, value in own.items():
+    for key, value in keys.items():
         if affects_model(key) and key != "tokenizer.ggml.scores":
-            assert list(key_differences({**own, key: other_than(value)}, expected)), key
-        rest = {name: item for name, item in own.items() if name != key}
+            assert list(key_differences({**keys, key: other_than(value)}, expected)), key
+        rest = {name: item for name, item in keys.items() if name != key}
         if affects_model(key) and not list(key_differences(rest, expected)):
             unsaid.append(key.rpartition(".")[2])
     # What llama.cpp takes for granted, or has no use for.
@@ -108,7 +108,7 @@ def test_every_changed_added_or_missing_gguf_key_is_found(family, made):
         "add_space_prefix", "unknown_token_id", "padding_token_id", "bos_token_id", "eos_token_id", "key_length",
         "value_length", "scores", "pre", "eot_token_id",
     }  # fmt: skip
-    arch = own["general.architecture"]
+    arch = keys["general.architecture"]
     more = 2 if family != "qwen3_moe" else 5
     for key, value, severity in (
         (f"{arch}.rope.scaling.factor", 4.0, "error"), (f"{arch}.expert_count", more, "error"),
@@ -118,32 +118,32 @@ def test_every_changed_added_or_missing_gguf_key_is_found(family, made):
         (f"{arch}.added", 1, "warning"), ("general.description", "x", None), ("quantforge.version", "x", None),
         ("quantize.imatrix.dataset", "x", None),
     ):  # fmt: skip
-        found = [level for _, level in key_differences({**own, key: value}, expected)]
-        assert found == ([severity] if severity else []), key
+        levels = [level for _, level in key_differences({**keys, key: value}, expected)]
+        assert levels == ([severity] if severity else []), key
 
 
 def test_token_scores_are_compared_by_order(made):
     source, path = made("sentencepiece")
     file = read_gguf(path)
     expected, _ = expected_keys(file, open_source(source))
-    own = {key: value.value for key, value in file.metadata.items()}
-    scores = own["tokenizer.ggml.scores"]
+    keys = {key: value.value for key, value in file.metadata.items()}
+    scores = keys["tokenizer.ggml.scores"]
     assert (
-        list(key_differences({**own, "tokenizer.ggml.scores": [2 * x for x in scores]}, expected))
+        list(key_differences({**keys, "tokenizer.ggml.scores": [2 * x for x in scores]}, expected))
         == []
     )
-    assert list(key_differences({**own, "tokenizer.ggml.scores": scores[::-1]}, expected))
-    assert list(key_differences({**own, "tokenizer.ggml.scores": "x"}, expected))
+    assert list(key_differences({**keys, "tokenizer.ggml.scores": scores[::-1]}, expected))
+    assert list(key_differences({**keys, "tokenizer.ggml.scores": "x"}, expected))
 
 
-def planted(path, place, key: str, change):
+def planted(path, target, key: str, change):
     """A copy whose 32-bit value of a key is another."""
-    shutil.copy(path, place)
-    data = bytearray(place.read_bytes())
+    shutil.copy(path, target)
+    data = bytearray(target.read_bytes())
     start = data.index(key.encode()) + len(key) + 4
     data[start : start + 4] = change
-    place.write_bytes(data)
-    return place
+    target.write_bytes(data)
+    return target
 
 
 @pytest.mark.parametrize("key", ["model", "pre"])
@@ -152,8 +152,8 @@ def test_a_missing_tokenizer_model_key_is_a_finding(key, made, tmp_path):
     bad = tmp_path / "m.gguf"
     name = f"tokenizer.ggml.{key}".encode()
     bad.write_bytes(path.read_bytes().replace(name, name[:-1] + b"_"))
-    found = verify(bad, source, forward=False).findings
-    assert {item.check for item in found} >= {"gguf-keys"}
+    findings = verify(bad, source, forward=False).findings
+    assert {item.check for item in findings} >= {"gguf-keys"}
     assert not verify(path, source, forward=False).findings
 
 
@@ -177,13 +177,13 @@ def test_rope_frequencies_must_match_the_configuration(made, tmp_path):
 ])  # fmt: skip
 def test_mixed_gguf_rules_give_a_mixed_output_name(made, tmp_path, rules):
     source, _ = made("llama")
-    wanted = Recipe(
+    recipe = Recipe(
         method="rtn", scales="absmax", format="gguf", scheme="q4_0",
         rules=tuple(Rule(f"re:.*{k}.*", v) for k, v in rules.items()),
     )  # fmt: skip
-    planned = api.plan(source, wanted).name
+    planned = api.plan(source, recipe).name
     out = tmp_path / planned
-    api.quantize(source, wanted, out)
+    api.quantize(source, recipe, out)
     if {*rules.values()} == {"keep"}:
         assert planned.endswith("-Q4_0.gguf")
     else:

@@ -29,12 +29,12 @@ CONFIG = "config.json"
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
     folder = peers.FIXTURES / "gptqmodel-v1"
-    found = {
+    contents = {
         path.name: path.read_bytes()
         for path in folder.iterdir()
         if path.suffix in {".json", ".jinja"}
     }
-    return {**found, **ADDED}
+    return {**contents, **ADDED}
 
 
 def side_files(files: dict[str, bytes]) -> SideFiles:
@@ -63,13 +63,13 @@ def told(own: SideFiles, other: SideFiles) -> Report:
 def test_odd_values_in_side_files_raise_no_error(name, files):
     chosen = random.Random(name)
     document = json.loads(files[name])
-    found = [
+    paths = [
         path
         for path in places(document)
         if not {"vocab", "merges"} & set(path) or chosen.random() < 0.02
     ]
-    for path in chosen.sample(found, min(len(found), 25)):
+    for path in chosen.sample(paths, min(len(paths), 25)):
         for value in chosen.sample(ODD, 2):
-            own = {**files, name: json.dumps(changed(document, path, value)).encode()}
-            report = told(side_files(own), side_files(files))
+            edited = {**files, name: json.dumps(changed(document, path, value)).encode()}
+            report = told(side_files(edited), side_files(files))
             assert all(f"{item.where}{item.detail}".isprintable() for item in report.findings), path

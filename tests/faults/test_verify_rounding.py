@@ -66,21 +66,21 @@ def rounded(weight: Tensor, scheme: Scheme, *, search: bool = True) -> Quantized
 
 
 def scheme_of(text: str) -> Scheme:
-    found = parse(text)
-    assert isinstance(found, Scheme)
-    return found.with_scale(ScaleType.F16)
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme)
+    return scheme.with_scale(ScaleType.F16)
 
 
-def measured(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:
-    plain = round_to_nearest(weight, found.scheme)
-    return measure_rounding(weight, found.decode(), plain, found, inputs)
+def measured(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:
+    plain = round_to_nearest(weight, tensor.scheme)
+    return measure_rounding(weight, tensor.decode(), plain, tensor, inputs)
 
 
-def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> list[str]:
-    error = measured(found, weight, inputs)
+def problems(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> list[str]:
+    error = measured(tensor, weight, inputs)
     more = 1.0 if inputs is not None else 2.0
-    texts = [*unusual_errors(error, found.scheme, more)]
-    damaged = find_damaged_part(weight, found.decode(), found, error)
+    texts = [*unusual_errors(error, tensor.scheme, more)]
+    damaged = find_damaged_part(weight, tensor.decode(), tensor, error)
     texts += [] if damaged is None else [damaged[0]]
     return [*texts, "shifted"] if abs(error.mean_shift) > OFF_BY_ONE_SHIFT else texts
 
@@ -91,9 +91,9 @@ def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> l
 )
 def test_rtn_passes(text, search):
     weight, inputs = matrix()
-    found = rounded(weight, scheme_of(text), search=search)
-    assert problems(found, weight, inputs) == []
-    assert problems(found, weight, None) == []
+    tensor = rounded(weight, scheme_of(text), search=search)
+    assert problems(tensor, weight, inputs) == []
+    assert problems(tensor, weight, None) == []
 
 
 @pytest.mark.parametrize(
@@ -104,33 +104,33 @@ def test_gptq_passes(text):
     weight, inputs = matrix()
     scheme = scheme_of(text)
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
-    found = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())
-    tensor = found["w"].tensor
+    results = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())
+    tensor = results["w"].tensor
     assert measured(tensor, weight, inputs).whole < 1
     assert problems(tensor, weight, inputs) == []
     assert problems(tensor, weight, None) == []
 
 
-def scaled(place: Any, factor: float) -> Change:
-    def change(found: QuantizedTensor) -> QuantizedTensor:
-        scales = found.parameters["scales"].clone()
-        scales[place] *= factor
-        return replace(found, parameters={**found.parameters, "scales": scales})
+def scaled(position: Any, factor: float) -> Change:
+    def change(tensor: QuantizedTensor) -> QuantizedTensor:
+        scales = tensor.parameters["scales"].clone()
+        scales[position] *= factor
+        return replace(tensor, parameters={**tensor.parameters, "scales": scales})
 
     return change
 
 
 def parameters(change: Callable[[Tensor], Tensor]) -> Change:
-    def changed(found: QuantizedTensor) -> QuantizedTensor:
+    def changed(tensor: QuantizedTensor) -> QuantizedTensor:
         return replace(
-            found, parameters={key: change(value) for key, value in found.parameters.items()}
+            tensor, parameters={key: change(value) for key, value in tensor.parameters.items()}
         )
 
     return changed
 
 
 def codes(change: Callable[[Tensor], Tensor]) -> Change:
-    return lambda found: replace(found, codes=change(found.codes.clone()))
+    return lambda tensor: replace(tensor, codes=change(tensor.codes.clone()))
 
 
 def swapped(dim: int, first: int, second: int) -> Callable[[Tensor], Tensor]:
@@ -142,9 +142,9 @@ def swapped(dim: int, first: int, second: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def put(place: tuple[slice | int, slice | int], value: int) -> Callable[[Tensor], Tensor]:
+def put(position: tuple[slice | int, slice | int], value: int) -> Callable[[Tensor], Tensor]:
     def change(values: Tensor) -> Tensor:
-        values[place] = value
+        values[position] = value
         return values
 
     return change
@@ -179,29 +179,29 @@ DEFECTS: dict[str, tuple[Change, tuple[str, ...]]] = {
 )
 def test_a_rounding_defect_exceeds_its_limit(name, text):
     weight, inputs = matrix()
-    found = rounded(weight, scheme_of(text))
-    assert problems(found, weight, inputs) == []
-    assert problems(DEFECTS[name][0](found), weight, inputs) != []
+    tensor = rounded(weight, scheme_of(text))
+    assert problems(tensor, weight, inputs) == []
+    assert problems(DEFECTS[name][0](tensor), weight, inputs) != []
 
 
 def test_weights_rounded_down_are_found_despite_small_errors():
     weight, inputs = matrix()
-    found = rounded(weight, scheme_of("int4:g64:sym"))
-    up = found.decode() > weight
+    tensor = rounded(weight, scheme_of("int4:g64:sym"))
+    up = tensor.decode() > weight
     lower = replace(
-        found,
-        codes=torch.where(up & (found.codes > found.codes.min()), found.codes - 1, found.codes),
+        tensor,
+        codes=torch.where(up & (tensor.codes > tensor.codes.min()), tensor.codes - 1, tensor.codes),
     )
     error = replace(measured(lower, weight, inputs), whole=1.0, scale_high=1.0, scale_low=1.0)
-    (text,) = unusual_errors(error, found.scheme)
+    (text,) = unusual_errors(error, tensor.scheme)
     assert "not rounded to nearest" in text
 
 
 def test_a_destroyed_column_dominates_the_column_errors():
     """A destroyed column is nearly all of the error; what others make up for is no fault of a column."""
     weight, inputs = matrix()
-    found = rounded(weight, scheme_of("int4:g64:sym"))
-    bad = codes(put((EVERY, 17), 7))(found)
+    tensor = rounded(weight, scheme_of("int4:g64:sym"))
+    bad = codes(put((EVERY, 17), 7))(tensor)
     apart = measured(bad, weight, inputs)
     assert int(apart.columns.argmax()) == 17
     other = torch.cat((apart.columns[:17], apart.columns[18:]))
@@ -216,18 +216,18 @@ def rolled(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("text", ["int2:g64:sym", "int3:g64:sym"])
 def test_rtn_of_uniform_weights_passes(text):
     weight = 2 * torch.rand(64, 256, generator=torch.Generator().manual_seed(1)) - 1
-    found = rounded(weight, scheme_of(text), search=False)
-    assert problems(found, weight, None) == []
+    tensor = rounded(weight, scheme_of(text), search=False)
+    assert problems(tensor, weight, None) == []
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 def test_zero_rows_columns_and_matrices_pass(scale):
     """Rows, columns and whole matrices of zeros; beside them others may be large or small."""
     weight, inputs = matrix()
-    for place in ((EVERY, slice(32, 96)), (slice(0, 48), EVERY), (EVERY, EVERY)):
-        weight[place] = 0
-        found = rounded(weight * scale, scheme_of("int4:g32:sym"))
-        assert problems(found, weight * scale, inputs) == []
+    for position in ((EVERY, slice(32, 96)), (slice(0, 48), EVERY), (EVERY, EVERY)):
+        weight[position] = 0
+        tensor = rounded(weight * scale, scheme_of("int4:g32:sym"))
+        assert problems(tensor, weight * scale, inputs) == []
 
 
 def test_gptq_of_weights_on_the_grid_passes():
@@ -236,11 +236,11 @@ def test_gptq_of_weights_on_the_grid_passes():
     scheme = scheme_of("int4:g64:sym")
     weight = rounded(weight, scheme, search=False).decode()
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
-    found = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
+    tensor = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
     assert torch.equal(round_to_nearest(weight, scheme), weight)
-    assert problems(found, weight, inputs) == []
-    assert problems(found, weight, None) == []
-    halved = scaled(EVERY, 0.7)(found)
+    assert problems(tensor, weight, inputs) == []
+    assert problems(tensor, weight, None) == []
+    halved = scaled(EVERY, 0.7)(tensor)
     assert problems(halved, weight, inputs) != []
 
 
@@ -255,15 +255,15 @@ def test_ternary_weights_pass(text, search):
     """Plain rounding may lose nothing of them, where another scale of 8 bits loses a few percent."""
     weight, inputs = matrix()
     weight = 0.2393 * weight.sign() * (weight.abs() > weight.abs().mean())
-    found = rounded(weight, scheme_of(text), search=search)
-    assert problems(found, weight, inputs) == []
+    tensor = rounded(weight, scheme_of(text), search=search)
+    assert problems(tensor, weight, inputs) == []
 
 
 def test_one_damaged_group_is_located():
     weight, inputs = matrix()
-    found = rounded(weight, scheme_of("int4:g64:sym"))
+    tensor = rounded(weight, scheme_of("int4:g64:sym"))
     for change, proven in ((scaled((7, slice(1, 2)), 1.5), False), (codes(rolled), True)):
-        bad = change(found)
+        bad = change(tensor)
         damage = find_damaged_part(weight, bad.decode(), bad, measured(bad, weight, inputs))
         assert damage is not None
         assert damage[0].startswith("row 7, columns 64 to 127: ")
@@ -273,7 +273,7 @@ def test_one_damaged_group_is_located():
 def test_input_scales_must_match_the_range_of_the_source(tmp_path):
     weight, inputs = matrix()
     peaks = inputs.abs().amax(0)
-    seen = LayerInputs({"w": Statistics(peaks=peaks, sample=inputs)})
+    source_inputs = LayerInputs({"w": Statistics(peaks=peaks, sample=inputs)})
     for grid, limit in (("int8", 127.0), ("fp8_e4m3", 448.0)):
         fitting = peaks.max() / limit
         for share, wrong in (
@@ -286,26 +286,28 @@ def test_input_scales_must_match_the_range_of_the_source(tmp_path):
             (1e5, 1),
             (0.0, 1),
         ):
-            found = replace(
+            tensor = replace(
                 rounded(weight, scheme_of("int8:row:sym")),
                 input=Activation(grid, "tensor", dynamic=False),
             )
             scale = {"input_scale": (fitting * share).view(1, 1)}
-            found = replace(found, parameters={**found.parameters, **scale})
+            tensor = replace(tensor, parameters={**tensor.parameters, **scale})
             report = Report(tmp_path)
-            check_input_scale(report, "w", found, seen, None, {})
+            check_input_scale(report, "w", tensor, source_inputs, None, {})
             assert len(report.findings) == wrong, (grid, share)
 
 
 def test_cache_scales_must_match_the_range_of_the_source():
-    seen = CachePeaks()
+    peaks = CachePeaks()
     keys = torch.randn(1, 2, 5, 8)
-    seen.update(keys, 3 * keys)
-    fitting = seen.scales("fp8_head")
-    assert [*unusual_cache_scales(fitting, seen)] == []
-    assert [*unusual_cache_scales((fitting[0] * 20, fitting[1]), seen)] == []
-    assert [which for which, _ in unusual_cache_scales((fitting[0], fitting[1] / 4), seen)] == [1]
-    assert [which for which, _ in unusual_cache_scales((fitting[0] * 1e4, fitting[1]), seen)] == [0]
+    peaks.update(keys, 3 * keys)
+    fitting = peaks.scales("fp8_head")
+    assert [*unusual_cache_scales(fitting, peaks)] == []
+    assert [*unusual_cache_scales((fitting[0] * 20, fitting[1]), peaks)] == []
+    assert [which for which, _ in unusual_cache_scales((fitting[0], fitting[1] / 4), peaks)] == [1]
+    assert [which for which, _ in unusual_cache_scales((fitting[0] * 1e4, fitting[1]), peaks)] == [
+        0
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_head"])
@@ -320,15 +322,15 @@ def test_any_cache_scale_passes_for_zero_keys(kind):
 def test_rtn_passes_without_a_source(text):
     weight, _ = matrix()
     weight[:, 5] = 0  # a column that never learned anything
-    found = rounded(weight, scheme_of(text))
-    assert [*anomalies(found, found.decode())] == []
+    tensor = rounded(weight, scheme_of(text))
+    assert [*anomalies(tensor, tensor.decode())] == []
 
 
 def test_constant_codes_are_found_without_a_source():
     weight, _ = matrix()
-    found = rounded(weight, scheme_of("int4:g64:sym"))
-    for place, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
-        bad = codes(put(place, 5))(found)
+    tensor = rounded(weight, scheme_of("int4:g64:sym"))
+    for position, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
+        bad = codes(put(position, 5))(tensor)
         assert [text.startswith(what) for _, text in anomalies(bad, bad.decode())] == [True]
 
 
@@ -338,11 +340,11 @@ def test_constant_codes_are_found_without_a_source():
 def test_one_huge_scale_is_found_without_a_source(text):
     """Whatever the scale is stored as: here the weights of a group are what it makes of them."""
     weight, _ = matrix()
-    found = rounded(weight, scheme_of(text))
-    assert [*anomalies(found, found.decode())] == []
-    value = found.decode()
+    tensor = rounded(weight, scheme_of(text))
+    assert [*anomalies(tensor, tensor.decode())] == []
+    value = tensor.decode()
     value[7, :32] *= 2.0**16
-    assert [check for check, _ in anomalies(found, value)] == ["scale"]
+    assert [check for check, _ in anomalies(tensor, value)] == ["scale"]
 
 
 def test_one_huge_exponent_is_found_without_a_source():
@@ -350,9 +352,9 @@ def test_one_huge_exponent_is_found_without_a_source():
     weight, _ = matrix()
     weight[:60] = 0  # more than half of all groups have no scale to speak of
     for text in ("mxfp4", "mxfp8"):
-        found = rounded(weight, scheme_of(text))
-        assert [*anomalies(found, found.decode())] == []
-        bad = parameters(put((70, 3), int(found.parameters["exponents"][70, 3]) + 16))(found)
+        tensor = rounded(weight, scheme_of(text))
+        assert [*anomalies(tensor, tensor.decode())] == []
+        bad = parameters(put((70, 3), int(tensor.parameters["exponents"][70, 3]) + 16))(tensor)
         assert [check for check, _ in anomalies(bad, bad.decode())] == ["scale"]
 
 
@@ -364,8 +366,8 @@ def test_norm_gain_off_by_one_is_found_but_growth_passes():
     for gains in ([0.5, 1.5] * 6, folded):
         assert not any(off_by_one(gains, index) for index in range(len(gains)))
     for gains in ([1.0, 1.02, 0.98, 1.05], torch.linspace(0.05, 3, 12).tolist()):
-        for place in range(len(gains)):
+        for position in range(len(gains)):
             for step in (-1.0, 1.0):
-                wrong = [*gains[:place], gains[place] + step, *gains[place + 1 :]]
-                told = [index for index in range(len(gains)) if off_by_one(wrong, index)]
-                assert told == [place]
+                wrong = [*gains[:position], gains[position] + step, *gains[position + 1 :]]
+                flagged = [index for index in range(len(gains)) if off_by_one(wrong, index)]
+                assert flagged == [position]

@@ -33,8 +33,8 @@ def told(model) -> list[str]:
     if artifact is not None:
         check_structure(report, artifact, None)
         check_consistency(report, artifact)
-    found = [report.unsupported] if report.unsupported else []
-    return found + [
+    messages = [report.unsupported] if report.unsupported else []
+    return messages + [
         f"{'?' * (item.severity == 'warning')}{item.where}: {item.detail}"
         for item in report.findings
     ]
@@ -45,9 +45,9 @@ def test_files_of_other_tools_have_no_contradictions(path):
     assert told(path) == []
 
 
-def document(place, name: str, **values: Any) -> None:
-    found = json.loads((place / name).read_text()) if (place / name).exists() else {}
-    (place / name).write_text(json.dumps({**found, **values}))
+def document(directory, name: str, **values: Any) -> None:
+    content = json.loads((directory / name).read_text()) if (directory / name).exists() else {}
+    (directory / name).write_text(json.dumps({**content, **values}))
 
 
 # What is said of the vocabulary is a warning (?), since odd models are published so; two descriptions of the
@@ -68,12 +68,12 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_contradicting_side_files_are_found(name, model):
-    place = model("gptqmodel-v1")
+    directory = model("gptqmodel-v1")
     file, values, part = PLANTED[name]
-    document(place, file.removeprefix("?"), **values)
-    found = told(place)
-    assert any(item.startswith(file) and part in item for item in found), found
-    assert "".join(found).isprintable()
+    document(directory, file.removeprefix("?"), **values)
+    messages = told(directory)
+    assert any(item.startswith(file) and part in item for item in messages), messages
+    assert "".join(messages).isprintable()
 
 
 def contradictions(quantization: Any, **files: Any) -> int:

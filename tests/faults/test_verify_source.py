@@ -68,20 +68,20 @@ def test_a_moved_source_with_another_card_passes(tiny, tmp_path):
     assert not sources(look(out, moved))
 
 
-def cut(source: Path, place: Path) -> Path:
+def cut(source: Path, target: Path) -> Path:
     """Return a copy of a model with its weights in two files."""
-    shutil.copytree(source, place)
-    (place / "model.safetensors").unlink()
+    shutil.copytree(source, target)
+    (target / "model.safetensors").unlink()
     tensors = load_file(source / "model.safetensors")
     files = {
         name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)
     }
     for file in {*files.values()}:
-        held = {name: tensors[name] for name in tensors if files[name] == file}
-        save_file(held, place / file, metadata={"format": "pt"})
+        shard = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(shard, target / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": files}
-    (place / "model.safetensors.index.json").write_text(json.dumps(index))
-    return place
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
 
 
 def test_resharded_source_weights_are_a_warning(tiny, tmp_path, near):
@@ -170,11 +170,11 @@ def test_similar_findings_are_abbreviated_in_text_output(tiny, tmp_path, capsys)
     document = json.loads((out / NAME).read_text())
     gone = {f"gone-{n:02}": {"bytes": 1, "sha256": "0"} for n in range(25)}
     (out / NAME).write_text(json.dumps(document | {"outputs": document["outputs"] | gone}))
-    found = command(capsys, "verify", out, "--no-forward")
-    assert found.code == 5
-    assert found.out.count("error: gone-") == 5
+    ended = command(capsys, "verify", out, "--no-forward")
+    assert ended.code == 5
+    assert ended.out.count("error: gone-") == 5
     more = "error: 20 more like these, 25 places in all (manifest; --json lists all); fetch or make it again"
-    assert found.out.endswith(f"\n{more}\n25 errors: failed\n")
+    assert ended.out.endswith(f"\n{more}\n25 errors: failed\n")
     every = json.loads(command(capsys, "verify", out, "--no-forward", "--json").out)["findings"]
     assert len(every) == 25
 
@@ -209,10 +209,10 @@ def test_swapped_result_and_source_are_reported_once(tiny, tmp_path):
 
 def test_the_source_check_is_skipped_without_digests(tiny, tmp_path, near):
     out = made(tiny("llama-wide"), tmp_path / "q")
-    place = out / NAME
-    document = json.loads(place.read_text())
+    path = out / NAME
+    document = json.loads(path.read_text())
     document["source"]["files"] = {}
-    place.write_text(json.dumps(document))
+    path.write_text(json.dumps(document))
     assert look(out, near).skipped["source"] == "no manifest records the digests of a source"
-    place.unlink()
+    path.unlink()
     assert look(out, near).skipped["source"] == "no manifest records the digests of a source"

@@ -28,13 +28,13 @@ def found(report: Report) -> list[tuple[str, str, Severity]]:
     return [(item.check, item.where, item.severity) for item in report.findings]
 
 
-def edit(place: Path, **values: Any) -> Path:
+def edit(directory: Path, **values: Any) -> Path:
     """Change keys of the quantization that a configuration declares."""
-    file = place / "config.json"
+    file = directory / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"] |= values
     file.write_text(json.dumps(config))
-    return place
+    return directory
 
 
 def made(source: Path, out: Path, **values: Any) -> Path:
@@ -43,8 +43,8 @@ def made(source: Path, out: Path, **values: Any) -> Path:
     return out
 
 
-def ignored(place: Path) -> list[str]:
-    config = json.loads((place / "config.json").read_text())
+def ignored(directory: Path) -> list[str]:
+    config = json.loads((directory / "config.json").read_text())
     return list(config["quantization_config"]["ignore"])
 
 
@@ -57,7 +57,9 @@ def test_mixed_qkv_schemes_are_an_error_only_for_fusing_engines(tiny, tmp_path):
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     edit(plain, ignore=[*ignored(plain), K])
     for engine, severity in ((None, WARNING), ("transformers", WARNING), ("vllm", ERROR)):
-        (item,) = (one for one in look(plain, engine).findings if one.check == "fused-layers")
+        (item,) = (
+            finding for finding in look(plain, engine).findings if finding.check == "fused-layers"
+        )
         assert item.severity is severity
         assert "k_proj not quantized" in item.detail
 
@@ -104,19 +106,19 @@ def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
 def test_a_model_with_only_a_quantized_cache_passes(scales, tiny, tmp_path):
     """llm-compressor writes such models: 16-bit weights, no groups, and scales of keys and values."""
     out = made(tiny("llama-wide"), tmp_path / "q", scheme="FP8_DYNAMIC", kv_cache="fp8")
-    place = shutil.copytree(tiny("llama-wide"), tmp_path / "cache")
-    shutil.copy(out / "config.json", place / "config.json")
-    edit(place, config_groups={}, ignore=[])
+    model = shutil.copytree(tiny("llama-wide"), tmp_path / "cache")
+    shutil.copy(out / "config.json", model / "config.json")
+    edit(model, config_groups={}, ignore=[])
     stored = {
         name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
     }
     cache = {name: value for name, value in stored.items() if name.endswith(("k_scale", "v_scale"))}
     assert cache
-    tensors = load_file(place / "model.safetensors")
+    tensors = load_file(model / "model.safetensors")
     if scales:
         tensors |= {name: value.to(torch.float32) for name, value in cache.items()}
-    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-    checks = {item.check for item in look(place).findings}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    checks = {item.check for item in look(model).findings}
     assert checks == (set() if scales else {"nothing-quantized"})
 
 
@@ -127,16 +129,16 @@ def test_the_threads_option_reaches_torch(tiny, capsys, monkeypatch):
     assert numbers[0] == 1
 
 
-def lose(place: Path, *names: str) -> Path:
+def lose(directory: Path, *names: str) -> Path:
     """Take tensors away."""
-    file = place / "model.safetensors"
+    file = directory / "model.safetensors"
     tensors = {name: value for name, value in load_file(file).items() if name not in names}
     save_file(tensors, file, metadata={"format": "pt"})
-    return place
+    return directory
 
 
-def names_of(place: Path) -> list[str]:
-    return sorted(load_file(place / "model.safetensors"))
+def names_of(directory: Path) -> list[str]:
+    return sorted(load_file(directory / "model.safetensors"))
 
 
 @pytest.mark.parametrize("source", [True, False])
@@ -150,8 +152,8 @@ def test_a_missing_vision_tensor_is_an_error(source, tiny, tmp_path):
     assert (item.check, item.severity) == ("incomplete", ERROR)
     assert item.where.removeprefix("model.") == lost.removeprefix("model.")
     projector = [name for name in names_of(out) if "multi_modal" in name]
-    found = verify(lose(out, *projector), original, forward=False).findings
-    assert {item.severity for item in found} == {ERROR, WARNING}
+    findings = verify(lose(out, *projector), original, forward=False).findings
+    assert {item.severity for item in findings} == {ERROR, WARNING}
     if source:  # without its whole tower and projector, it is a model of text
         tower = [name for name in names_of(out) if "vision" in name]
         assert verify(lose(out, *tower), original, forward=False).findings == []

@@ -56,36 +56,36 @@ def released(tmp_path_factory):
 
     @cache
     def make(name: str) -> Path:
-        place = tmp_path_factory.mktemp(name)
+        directory = tmp_path_factory.mktemp(name)
         model_type, settings = RELEASED[name]
-        made = (
+        tokenizer = (
             gguf_models.byte_level_tokenizer(_KIND[name]) if name in _KIND
             else gguf_models.sentencepiece_tokenizer(prefix=name == "llama2")
         )  # fmt: skip
-        made.save(str(place / NAME))
-        (place / CONFIG).write_text(json.dumps(settings))
-        (place / "config.json").write_text(
+        tokenizer.save(str(directory / NAME))
+        (directory / CONFIG).write_text(json.dumps(settings))
+        (directory / "config.json").write_text(
             json.dumps({"model_type": model_type, "eos_token_id": [1, 2]})
         )
-        return place
+        return directory
 
     return make
 
 
-def read(place: Path) -> SideFiles:
+def read(directory: Path) -> SideFiles:
     files = {
-        path.relative_to(place).as_posix(): path.read_bytes()
-        for path in place.rglob("*")
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
         if path.is_file()
     }
     return SideFiles(json.loads(files.pop("config.json", b"{}")), files)
 
 
-def told(own: dict[str, bytes], source: Path) -> list[str]:
+def told(files_read: dict[str, bytes], source: Path) -> list[str]:
     """What is found; warnings begin with a question mark."""
     other = read(source)
     report = Report(source)
-    files = SideFiles(other.config, own)
+    files = SideFiles(other.config, files_read)
     compare_files(report, files, other)
     find_contradictions(report, files, 0)
     return [
@@ -121,9 +121,9 @@ ADDED: dict[str, tuple[Any, bool]] = {
 def test_a_tokenizer_setting_that_changes_loading_is_found(key, released):
     source = released("llama3")
     value, differs = ADDED[key]
-    found = told(edited(read(source).files, CONFIG, **{key: value}), source)
-    assert all(item.startswith(CONFIG) for item in found), found
-    assert bool(found) == differs, found
+    messages = told(edited(read(source).files, CONFIG, **{key: value}), source)
+    assert all(item.startswith(CONFIG) for item in messages), messages
+    assert bool(messages) == differs, messages
 
 
 def test_a_pad_token_of_the_source_passes(released):
@@ -160,8 +160,8 @@ def test_every_tokenizer_value_is_compared(name, released, monkeypatch):
             "use_regex",
         }
         if value not in (None, False, [], "") and not unread:
-            own = json.dumps(changed(tree, path, other_than(value))).encode()
-            assert told({**other.files, NAME: own}, source), path
+            edited_tree = json.dumps(changed(tree, path, other_than(value))).encode()
+            assert told({**other.files, NAME: edited_tree}, source), path
 
 
 TREES: dict[str, Any] = {
@@ -201,9 +201,9 @@ FILES: dict[str, tuple[str, bytes]] = {
 def test_a_contradicting_tokenizer_file_is_found(name, released):
     source = released("llama3")
     file, content = FILES[name]
-    found = told({**read(source).files, file: content}, source)
-    assert any(item.lstrip("?").startswith(file) for item in found)
-    assert "".join(found).isprintable()
+    messages = told({**read(source).files, file: content}, source)
+    assert any(item.lstrip("?").startswith(file) for item in messages)
+    assert "".join(messages).isprintable()
 
 
 def test_files_that_repeat_the_tokenizer_pass(released):
@@ -226,9 +226,10 @@ def test_a_missing_chat_template_is_found(released):
     source = released("qwen2")
     files = read(source).files
     settings = json.loads(files[CONFIG])
-    own = {**settings, "chat_template": settings["chat_template"][:1]}
+    edited_settings = {**settings, "chat_template": settings["chat_template"][:1]}
     assert any(
-        "tool_use" in item for item in told({**files, CONFIG: json.dumps(own).encode()}, source)
+        "tool_use" in item
+        for item in told({**files, CONFIG: json.dumps(edited_settings).encode()}, source)
     )
 
 
@@ -247,8 +248,8 @@ def test_a_chat_template_is_compared_in_every_file(place, released):
         return edited(files, place, chat_template=text)
 
     assert told(held("{{ messages }}"), source) == []
-    (found,) = told(held("{{ messages }}x"), source)
-    assert found.startswith(place)
+    (message,) = told(held("{{ messages }}x"), source)
+    assert message.startswith(place)
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -270,18 +271,18 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_added_generation_settings_must_match_the_configuration(name, released):
     source = released("gpt2")
-    stated, healthy = SETTINGS[name]
-    found = told({**read(source).files, GENERATION: json.dumps(stated).encode()}, source)
-    assert (found == []) == healthy, found
+    settings, healthy = SETTINGS[name]
+    messages = told({**read(source).files, GENERATION: json.dumps(settings).encode()}, source)
+    assert (messages == []) == healthy, messages
 
 
 @pytest.mark.parametrize("key", ["added_by_nobody", "custom_generate"])
 def test_an_unknown_generation_setting_warns_and_code_fails(key, released):
     source = released("gpt2")
-    (found,) = told(
+    (message,) = told(
         edited(read(source).files, GENERATION, eos_token_id=[1, 2], **{key: "x/y"}), source
     )
-    assert found.startswith("?") == (key == "added_by_nobody")
+    assert message.startswith("?") == (key == "added_by_nobody")
 
 
 def test_an_unloadable_tokenizer_is_compared_literally(released, tmp_path):
@@ -294,9 +295,9 @@ def test_an_unloadable_tokenizer_is_compared_literally(released, tmp_path):
     (tmp_path / CONFIG).write_bytes((source / CONFIG).read_bytes())
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     files = read(tmp_path).files
-    found = told(edited(files, CONFIG, eos_token="<s>"), tmp_path)
-    assert len(found) == 1
-    assert "eos_token = '<s>'" in found[0]
+    messages = told(edited(files, CONFIG, eos_token="<s>"), tmp_path)
+    assert len(messages) == 1
+    assert "eos_token = '<s>'" in messages[0]
     assert any("cannot load it" in item for item in told(files, source))
 
 
@@ -306,7 +307,7 @@ def test_processor_settings_are_compared(released):
     before = read(source)
     text = '{"a": {"b": 1}, "chat_template": "x"}'
     other = SideFiles(before.config, {**before.files, name: text.encode()})
-    for own, severity in (
+    for edited, severity in (
         ('{"a": {"b": 1}, "chat_template": "x", "c": null}', None),
         ('{"a": {"b": 2}, "chat_template": "x"}', "error"),
         ('{"a": {"b": 1}, "chat_template": "x", "c": 1}', "warning"),
@@ -314,6 +315,8 @@ def test_processor_settings_are_compared(released):
         ('{"a": {"b": 1}, "chat_template": "y"}', "error"),
     ):
         report = Report(source)
-        compare_files(report, SideFiles(other.config, {**other.files, name: own.encode()}), other)
-        found = [(item.where, item.severity) for item in report.findings]
-        assert found == ([(name, severity)] if severity else [])
+        compare_files(
+            report, SideFiles(other.config, {**other.files, name: edited.encode()}), other
+        )
+        findings = [(item.where, item.severity) for item in report.findings]
+        assert findings == ([(name, severity)] if severity else [])

@@ -20,30 +20,30 @@ from tests.runs import command, copied
 
 @pytest.fixture(scope="module", params=["qwen2_moe", "olmoe"])
 def made(request, tmp_path_factory):
-    place = tmp_path_factory.mktemp(request.param)
-    return export(gguf_models.make(request.param, place / "m"), place / "m.gguf", "Q8_0")
+    directory = tmp_path_factory.mktemp(request.param)
+    return export(gguf_models.make(request.param, directory / "m"), directory / "m.gguf", "Q8_0")
 
 
 @pytest.fixture
 def file(made, tmp_path):
     """A copy that may be damaged."""
-    for one in made.parent.glob("m.gguf*"):
-        if one.is_file():
-            (tmp_path / one.name).write_bytes(one.read_bytes())
+    for path in made.parent.glob("m.gguf*"):
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path / made.name
 
 
 def test_an_unsupported_gguf_file_is_reported_as_not_verified(file, capsys):
-    said = command(capsys, "verify", file)
-    assert said.code == 4
-    assert "failed" not in said.out
-    assert "not verified: architecture" in said.out
-    assert "manifest" not in said.err.partition("not checked (architecture")[2].splitlines()[0]
-    told = json.loads(command(capsys, "verify", file, "--json").out)
-    assert (told["ok"], told["findings"]) == (False, [])
-    assert "is not read" in told["unsupported"]
-    assert "manifest" in told["checked"]
-    assert {"unreadable", "quantization-error", "logits"} <= told["skipped"].keys()
+    ended = command(capsys, "verify", file)
+    assert ended.code == 4
+    assert "failed" not in ended.out
+    assert "not verified: architecture" in ended.out
+    assert "manifest" not in ended.err.partition("not checked (architecture")[2].splitlines()[0]
+    document = json.loads(command(capsys, "verify", file, "--json").out)
+    assert (document["ok"], document["findings"]) == (False, [])
+    assert "is not read" in document["unsupported"]
+    assert "manifest" in document["checked"]
+    assert {"unreadable", "quantization-error", "logits"} <= document["skipped"].keys()
 
 
 @pytest.mark.parametrize("manifest", [True, False])
@@ -56,20 +56,22 @@ def test_a_damaged_unsupported_gguf_file_fails(file, manifest, capsys):
         Path(f"{file}.quantforge.json").unlink()
         assert command(capsys, "verify", file).code == 4
         file.write_bytes(data[:-64])
-    said = command(capsys, "verify", file)
-    assert said.code == 5
-    assert ": failed" in said.out
+    ended = command(capsys, "verify", file)
+    assert ended.code == 5
+    assert ": failed" in ended.out
 
 
 def test_inspect_shows_headers_of_an_unsupported_gguf_file(file, capsys):
-    told = json.loads(command(capsys, "inspect", file, "--json").out)
-    assert told["format"] == "gguf (not read)"
-    assert told["schemes"]["q8_0"]
-    assert told["model_type"] in {"qwen2moe", "olmoe"}
-    assert 0 < told["tensor_bytes"] < told["file_bytes"] == file.stat().st_size
-    assert told["provenance"]["method"] == "rtn"
-    assert 8 < told["bits_per_quantized_weight"] < 9
-    stack = next(one for one in told["tensors"] if one["name"] == "blk.0.ffn_up_exps.weight")
+    document = json.loads(command(capsys, "inspect", file, "--json").out)
+    assert document["format"] == "gguf (not read)"
+    assert document["schemes"]["q8_0"]
+    assert document["model_type"] in {"qwen2moe", "olmoe"}
+    assert 0 < document["tensor_bytes"] < document["file_bytes"] == file.stat().st_size
+    assert document["provenance"]["method"] == "rtn"
+    assert 8 < document["bits_per_quantized_weight"] < 9
+    stack = next(
+        tensor for tensor in document["tensors"] if tensor["name"] == "blk.0.ffn_up_exps.weight"
+    )
     assert stack["shape"][0] == 4
     assert "blk.0.ffn_up_exps.weight" in command(capsys, "inspect", file, "--tensors", "all").out
 
@@ -79,50 +81,50 @@ def foreign(model, tmp_path):
     """A directory whose weights somebody else's method holds, as its configuration says."""
 
     def made(method):
-        place = copied(model, tmp_path / "foreign")
-        config = json.loads((place / "config.json").read_text())
+        directory = copied(model, tmp_path / "foreign")
+        config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method, "bits": 4}
-        (place / "config.json").write_text(json.dumps(config))
-        tensors = load_file(place / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(config))
+        tensors = load_file(directory / "model.safetensors")
         name = next(name for name in tensors if name.endswith("q_proj.weight"))
         tensors[f"{name.removesuffix('weight')}codes"] = tensors.pop(name).view(torch.int16)
-        save_file(tensors, place / "model.safetensors", {"format": "pt"})
-        return place
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return directory
 
     return made
 
 
 @pytest.mark.parametrize("method", ["exl3", "aqlm", "mxfp4"])
 def test_an_unknown_quantization_format_is_not_verified(foreign, method, capsys):
-    place = foreign(method)
-    said = command(capsys, "verify", place)
-    assert said.code == 4
-    assert f"not verified: config.json: no reader for quant_method '{method}'" in said.out
-    assert "its headers are sound" in said.err
-    told = json.loads(command(capsys, "verify", place, "--json").out)
-    assert (told["ok"], told["findings"]) == (False, [])
-    assert {"unreadable", "quantization-error", "logits"} <= told["skipped"].keys()
+    directory = foreign(method)
+    ended = command(capsys, "verify", directory)
+    assert ended.code == 4
+    assert f"not verified: config.json: no reader for quant_method '{method}'" in ended.out
+    assert "its headers are sound" in ended.err
+    document = json.loads(command(capsys, "verify", directory, "--json").out)
+    assert (document["ok"], document["findings"]) == (False, [])
+    assert {"unreadable", "quantization-error", "logits"} <= document["skipped"].keys()
 
 
 def test_an_unknown_format_is_checked_by_manifest_and_headers(foreign, capsys):
-    place = foreign("exl3")
+    directory = foreign("exl3")
     outputs = {
-        file.name: {"bytes": file.stat().st_size, "sha256": manifest.sha256(file, place)}
-        for file in place.iterdir()
+        file.name: {"bytes": file.stat().st_size, "sha256": manifest.sha256(file, directory)}
+        for file in directory.iterdir()
     }
-    stated = {"schema": manifest.SCHEMA, "outputs": outputs}
-    (place / manifest.NAME).write_text(json.dumps(stated))
-    assert command(capsys, "verify", place).code == 4
-    weights = next(place.glob("*.safetensors"))
+    document = {"schema": manifest.SCHEMA, "outputs": outputs}
+    (directory / manifest.NAME).write_text(json.dumps(document))
+    assert command(capsys, "verify", directory).code == 4
+    weights = next(directory.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    said = command(capsys, "verify", place)
-    assert (said.code, "its SHA-256 is not that of the manifest" in said.out) == (5, True)
-    (place / manifest.NAME).unlink()
-    assert command(capsys, "verify", place).code == 4
+    ended = command(capsys, "verify", directory)
+    assert (ended.code, "its SHA-256 is not that of the manifest" in ended.out) == (5, True)
+    (directory / manifest.NAME).unlink()
+    assert command(capsys, "verify", directory).code == 4
     weights.write_bytes(data[:-64])
-    assert command(capsys, "verify", place).code == 5
+    assert command(capsys, "verify", directory).code == 5
 
 
 @pytest.mark.parametrize("method", [None, 4, ""])

@@ -45,8 +45,8 @@ def work(
     spec.write_text(TWO_VARIANTS.format(model=model))
 
     def quantized(out: Path, settings: Settings) -> object:
-        named = {name: getattr(settings, name) for name in ("join", "note")}
-        return quantize(model, out, recipe("gptq", bits=4, lm_head="int8:row"), **named)
+        arguments = {name: getattr(settings, name) for name in ("join", "note")}
+        return quantize(model, out, recipe("gptq", bits=4, lm_head="int8:row"), **arguments)
 
     if request.param == "quantize":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -63,8 +63,8 @@ def with_clock(seconds: float, work: Callable[[], object]) -> None:
         def now(cls, zone: Any = None) -> Wrong:
             return cls.fromtimestamp(time.time(), zone or UTC)
 
-    def set_time(path: Any, **named: Any) -> None:
-        utime(path, (time.time(), time.time()), **named)
+    def set_time(path: Any, **arguments: Any) -> None:
+        utime(path, (time.time(), time.time()), **arguments)
 
     time.time = lambda: now() + seconds
     lock.datetime = Wrong  # type: ignore[misc]
@@ -76,21 +76,21 @@ def with_clock(seconds: float, work: Callable[[], object]) -> None:
 def test_clocks_an_hour_apart_do_not_change_the_output(
     work: Work, out: Path, tmp_path: Path
 ) -> None:
-    said = tmp_path / "m-said"
-    said.touch()
+    notes = tmp_path / "m-said"
+    notes.touch()
 
     def note(text: str) -> None:
-        with said.open("a") as file:
+        with notes.open("a") as file:
             file.write(f"{text}\n")
 
     def killed() -> None:
         write, calls = UnitOutput.write, [0]
 
-        def counted(*given: Any, **named: Any) -> None:
+        def counted(*arguments: Any, **keywords: Any) -> None:
             calls[0] += 1
             if calls[0] == 9:
                 os.kill(os.getpid(), signal.SIGKILL)
-            write(*given, **named)
+            write(*arguments, **keywords)
 
         UnitOutput.write = counted  # type: ignore[method-assign]
         work(out, Settings(join=True))
@@ -105,7 +105,7 @@ def test_clocks_an_hour_apart_do_not_change_the_output(
         for seconds in (-HOUR, 0.0)
     ]
     assert [ended(child) for child in children] == [0, 0]
-    assert "has not responded" not in said.read_text()
+    assert "has not responded" not in notes.read_text()
     work(tmp_path / "m-whole", Settings())
     assert tree(out) == tree(tmp_path / "m-whole")
     assert not any(out.rglob(".*"))

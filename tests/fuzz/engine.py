@@ -47,15 +47,15 @@ def fuzz(
     signal.signal(signal.SIGPROF, _hangs)
     start = time.process_time()
     with scratch() as directory:
-        place = Path(directory)
-        warm_up(name, place)
+        path = Path(directory)
+        warm_up(name, path)
         for data in corpus:
-            _execute(outcome, TARGETS[name], data, place)
+            _execute(outcome, TARGETS[name], data, path)
         outcome.executions, outcome.growth, before = 0, 0, peak()
         for number in range(first, first + executions):
             chance = random.Random(f"{name} {seed} {number}")
             data = mutated(chance.choice(corpus), corpus, chance)
-            _execute(outcome, TARGETS[name], data, place)
+            _execute(outcome, TARGETS[name], data, path)
             outcome.growth = peak() - before
             if outcome.growth > BYTES:
                 _found(outcome, data, f"{outcome.growth >> 20} MB")
@@ -66,13 +66,13 @@ def fuzz(
     return outcome
 
 
-def warm_up(name: str, place: Path) -> None:
+def warm_up(name: str, directory: Path) -> None:
     """Import what is imported when it is needed, so that no input is charged for it."""
     import torch  # noqa: F401 - some damage reaches code that needs it, the corpus may not
 
     for data in seeds(name):
         with suppress(Exception):
-            TARGETS[name](data, place)
+            TARGETS[name](data, directory)
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
@@ -80,11 +80,11 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
 
 
-def _execute(outcome: Outcome, target: Target, data: bytes, place: Path) -> None:
+def _execute(outcome: Outcome, target: Target, data: bytes, directory: Path) -> None:
     start = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, GIVEN_UP)
     try:
-        outcome.accepted += answered(target, data, place)
+        outcome.accepted += answered(target, data, directory)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise

@@ -72,8 +72,8 @@ def _integer(data: bytes, others: Sequence[bytes], chance: random.Random) -> byt
     number = chance.choice(ODD_NUMBERS)
     written = list(re.finditer(rb"-?[0-9]+", data)) if len(data) < 1 << 15 else []
     if written and chance.random() < 0.5:
-        found = chance.choice(written)
-        return data[: found.start()] + str(number).encode() + data[found.end() :]
+        match = chance.choice(written)
+        return data[: match.start()] + str(number).encode() + data[match.end() :]
     size = chance.choice((1, 2, 4, 8))
     at = chance.randrange(len(data) + 1)
     packed = struct.pack("<Q", number % 2**64)[:size]

@@ -41,49 +41,49 @@ CORPUS = Path(__file__).parent / "corpus"
 Target = Callable[[bytes, Path], None]
 
 
-def safetensors(data: bytes, place: Path) -> None:
+def safetensors(data: bytes, directory: Path) -> None:
     """The header, and then every tensor that it promises."""
-    entries = read_header(written(place / "model.safetensors", data))
+    entries = read_header(written(directory / "model.safetensors", data))
     for entry in entries.values():
         if entry.dtype in TORCH_NAMES:
             read_tensor(entry)
 
 
-def index(data: bytes, place: Path) -> None:
+def index(data: bytes, directory: Path) -> None:
     """The map of shards beside two of them."""
     for name, tensor in (("model-00001-of-00002", "a"), ("model-00002-of-00002", "b")):
-        shard = place / f"{name}.safetensors"
+        shard = directory / f"{name}.safetensors"
         if not shard.exists():
             shard.write_bytes(header_bytes([StoredTensor(tensor, "U8", (1,))]) + b"\0")
-    written(place / INDEX_FILE, data)
-    read_weights(place, FILES.list_names(place, None))
+    written(directory / INDEX_FILE, data)
+    read_weights(directory, FILES.list_names(directory, None))
 
 
-def strict_json(data: bytes, place: Path) -> None:
+def strict_json(data: bytes, directory: Path) -> None:
     """What is accepted is what any other reader finds in it."""
-    found = parse_object(data, place)
-    assert found == json.loads(data)
+    parsed = parse_object(data, directory)
+    assert parsed == json.loads(data)
 
 
-def config(data: bytes, place: Path) -> None:
+def config(data: bytes, directory: Path) -> None:
     """``{"config": ..., "tensors": {name: [dtype, shape]}}``: sizes, declarations, and every format's configuration."""
-    document = parse_object(data, place)
-    stated = document.get("tensors")
+    document = parse_object(data, directory)
+    listed = document.get("tensors")
     tensors = [
         StoredTensor(name, item[0], tuple(item[1]))
-        for name, item in (stated.items() if isinstance(stated, Mapping) else ())
+        for name, item in (listed.items() if isinstance(listed, Mapping) else ())
         if _is_tensor(item)
     ]
-    wanted = document.get("config")
-    written(place / "config.json", json.dumps(wanted).encode())
+    configuration = document.get("config")
+    written(directory / "config.json", json.dumps(configuration).encode())
     (plan,) = plan_files((tensors,))
-    with (place / "model.safetensors").open("wb") as file:
+    with (directory / "model.safetensors").open("wb") as file:
         file.write(plan.fixed[0][1])
         file.truncate(plan.size)
-    checkpoint = open_checkpoint(place)
+    checkpoint = open_checkpoint(directory)
     stored = checkpoint.stored_tensors()
-    form = detect_format(checkpoint.config)
-    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, stored)}
+    file_format = detect_format(checkpoint.config)
+    layouts = {item.module: item for item in file_format.find_layouts(checkpoint.config, stored)}
     match_quantized(checkpoint, layouts, stored)
 
 
@@ -100,86 +100,86 @@ def _is_tensor(item: object) -> bool:
     )
 
 
-def gguf(data: bytes, place: Path) -> None:
+def gguf(data: bytes, directory: Path) -> None:
     """The header, the model behind it, its tensors and its tokenizer."""
-    checkpoint = open_gguf(written(place / "m.gguf", data))
+    checkpoint = open_gguf(written(directory / "m.gguf", data))
     with suppress(QuantForgeError):
         tokenizer_files(checkpoint.file)
-    form = detect_format(checkpoint.config)
-    form.find_layouts(
+    file_format = detect_format(checkpoint.config)
+    file_format.find_layouts(
         checkpoint.config, {n: entry.to_stored_tensor() for n, entry in checkpoint.entries.items()}
     )
     for name in islice(checkpoint.entries, 4):
         checkpoint.read(name)
 
 
-def imatrix(data: bytes, place: Path) -> None:
+def imatrix(data: bytes, directory: Path) -> None:
     """Either form, by what the file begins with."""
-    read_imatrix(written(place / "imatrix", data))
+    read_imatrix(written(directory / "imatrix", data))
 
 
-def recipe(data: bytes, place: Path) -> None:
+def recipe(data: bytes, directory: Path) -> None:
     """TOML, and back."""
     text = data.decode("utf-8", "replace")
-    found = from_toml(text)
-    assert from_toml(found.to_toml()) == found
+    parsed = from_toml(text)
+    assert from_toml(parsed.to_toml()) == parsed
 
 
-def scheme(data: bytes, place: Path) -> None:
+def scheme(data: bytes, directory: Path) -> None:
     """The notation of a layer, and back."""
-    found = parse_layer(data.decode("utf-8", "replace"))
-    assert parse_layer(str(found)) == found
+    parsed = parse_layer(data.decode("utf-8", "replace"))
+    assert parse_layer(str(parsed)) == parsed
 
 
-def pattern(data: bytes, place: Path) -> None:
+def pattern(data: bytes, directory: Path) -> None:
     """Which layer a pattern means."""
     name = "model.layers.10.mlp.down_proj.weight"
     tensor = MatchedTensor(name, StoredTensor(name, "F32", (1, 1)), Role.LINEAR)
     matches(data.decode("utf-8", "replace"), tensor)
 
 
-def release(data: bytes, place: Path) -> None:
+def release(data: bytes, directory: Path) -> None:
     """The manifest of somebody's release, against its files."""
-    written(place / manifest.NAME, data)
-    written(place / "model.safetensors", b"")
-    check_manifest(Report(place))
+    written(directory / manifest.NAME, data)
+    written(directory / "model.safetensors", b"")
+    check_manifest(Report(directory))
 
 
-def card(data: bytes, place: Path) -> None:
+def card(data: bytes, directory: Path) -> None:
     """The front matter of a model card."""
-    source_card_fields(written(place / "README.md", data))
+    source_card_fields(written(directory / "README.md", data))
 
 
-def tokenizer(data: bytes, place: Path) -> None:
+def tokenizer(data: bytes, directory: Path) -> None:
     """``{file name: its content}``: everything that a vocabulary in GGUF is made from."""
     try:
         document = dict(json.loads(data))
     except (TypeError, ValueError, RecursionError) as error:  # numbers may be larger than elsewhere
         raise InputError("no bundle of files") from error
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        written(place / name, json.dumps(document.get(name)).encode())
-    vocabulary(place, 320, {"bos_token_id": 0, "eos_token_id": [1]})
+        written(directory / name, json.dumps(document.get(name)).encode())
+    vocabulary(directory, 320, {"bos_token_id": 0, "eos_token_id": [1]})
 
 
-def journal(data: bytes, place: Path) -> None:
+def journal(data: bytes, path: Path) -> None:
     """The journal of an interrupted run; a disk may have damaged it."""
-    directory = place / "journal"
+    directory = path / "journal"
     work = Journal(directory, {"a": "1"})
     work.close()
     written(directory / "journal.jsonl", data)
     Journal(directory, {"a": "1"}).close()
 
 
-def jsonl(data: bytes, place: Path) -> None:
+def jsonl(data: bytes, directory: Path) -> None:
     """Calibration text as lines of JSON, and as plain text."""
-    path = written(place / "text.jsonl", data)
+    path = written(directory / "text.jsonl", data)
     with suppress(SourceError):
         read_text(path, 1000)
     for _ in read_jsonl(path, RowReader(chat=True)):
         pass
 
 
-def source(data: bytes, place: Path) -> None:
+def source(data: bytes, directory: Path) -> None:
     """Where text comes from, as it is typed."""
     parse_sources(data.decode("utf-8", "replace"))
 
@@ -193,10 +193,10 @@ TARGETS: Mapping[str, Target] = {
 }  # fmt: skip
 
 
-def answered(target: Target, data: bytes, place: Path) -> bool:
+def answered(target: Target, data: bytes, directory: Path) -> bool:
     """Whether a target accepts the input; a finding comes out as what it is."""
     try:
-        target(data, place)
+        target(data, directory)
     except (QuantForgeError, SourceError):
         return False
     return True

@@ -27,9 +27,9 @@ def test_hostile_commands_end_with_results_or_refusals(
     monkeypatch.setattr(sys, "argv", ["hostile.py", "--cases", "60", "--seed", "1"])
     with pytest.raises(SystemExit) as ended:
         hostile.main()
-    told = capsys.readouterr()
-    assert ended.value.code == 0, told.out + told.err
-    assert "| 1 | 60 | 0 |" in told.out
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.out + printed.err
+    assert "| 1 | 60 | 0 |" in printed.out
 
 
 def _judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., int]) -> Verdict:

@@ -52,9 +52,9 @@ def draw(seed: int, number: int, tree: Path) -> Case:
     return case
 
 
-def copied(root: Path, place: Path) -> Path:
+def copied(root: Path, directory: Path) -> Path:
     """Copy the sound tree; files are hard links, which damage replaces and never writes to."""
-    tree = place / "tree"
+    tree = directory / "tree"
     shutil.copytree(root, tree, symlinks=True, copy_function=_link)
     return tree
 
@@ -66,9 +66,9 @@ def _link(source: str, target: str) -> None:
 def _damage(case: Case, name: str, pattern: str, tree: Path, chance: random.Random) -> None:
     path = tree / pattern
     if pattern.startswith(".*"):
-        found = [item for item in tree.rglob("*") if item.is_file()
+        files = [item for item in tree.rglob("*") if item.is_file()
                  and fnmatch(item.relative_to(tree).parts[0], pattern)]  # fmt: skip
-        path = chance.choice(sorted(found)) if found else tree / "nothing"
+        path = chance.choice(sorted(files)) if files else tree / "nothing"
     if not path.exists():
         return
     for _ in range(chance.choice((1, 1, 1, 2))):
@@ -80,7 +80,7 @@ def _damage(case: Case, name: str, pattern: str, tree: Path, chance: random.Rand
 
 def _options(case: Case, chance: random.Random) -> None:
     """Give one or two options of the verb an odd value, or an odd value to an argument."""
-    known = options_of(case.arguments[0])
+    options = options_of(case.arguments[0])
     for _ in range(chance.choice((1, 1, 2))):
         value = chance.choice(ODD_OPTIONS)
         if chance.random() < 0.15:
@@ -88,7 +88,7 @@ def _options(case: Case, chance: random.Random) -> None:
             case.arguments[at] = value
             case.told.append(f"argument {at}")
             continue
-        name, flag = chance.choice(known)
+        name, flag = chance.choice(options)
         case.arguments += [name] if flag else [name, value]
         case.told.append(f"option {name}")
 

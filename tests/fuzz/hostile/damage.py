@@ -110,9 +110,9 @@ def append_sparse(path: Path, tree: Path, chance: random.Random) -> None:
 def add_strays(path: Path, tree: Path, chance: random.Random) -> None:
     """Put files and directories with odd names beside it."""
     for name in chance.sample(ODD_NAMES, 3):
-        place = path.with_name(os.fsdecode(name))
-        if not os.path.lexists(place):
-            (Path.mkdir if chance.random() < 0.3 else Path.touch)(place)
+        stray = path.with_name(os.fsdecode(name))
+        if not os.path.lexists(stray):
+            (Path.mkdir if chance.random() < 0.3 else Path.touch)(stray)
 
 
 def rename_odd(path: Path, tree: Path, chance: random.Random) -> None:

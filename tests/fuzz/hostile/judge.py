@@ -47,21 +47,21 @@ class Verdict:
 def judged(seed: int, number: int, root: Path) -> Verdict:
     """Draw a case, run it and judge it."""
     with tempfile.TemporaryDirectory(prefix="hostile-", dir=root.parent) as name:
-        place = Path(name)
-        tree = copied(root, place)
+        directory = Path(name)
+        tree = copied(root, directory)
         os.mkfifo(tree / "fifo")
         case = draw(seed, number, tree)
-        verdict = _run(case, tree, place)
+        verdict = _run(case, tree, directory)
         shutil.rmtree(os.fsencode(tree), ignore_errors=True)
     return verdict
 
 
-def _run(case: Case, tree: Path, place: Path) -> Verdict:
+def _run(case: Case, tree: Path, directory: Path) -> Verdict:
     before = time.monotonic()
     trim()  # else what earlier cases freed would be used again without a rise
     child = os.fork()
     if child == 0:
-        _in_child(case, tree, place)
+        _in_child(case, tree, directory)
     usage = _wait(child, before)
     verdict = Verdict(case)
     if usage is None:
@@ -70,9 +70,10 @@ def _run(case: Case, tree: Path, place: Path) -> Verdict:
     status, spent = usage
     verdict.code = os.waitstatus_to_exitcode(status)
     verdict.seconds = spent.ru_utime + spent.ru_stime
-    verdict.bytes = spent.ru_maxrss * 1024 - int((place / "held").read_text())
+    verdict.bytes = spent.ru_maxrss * 1024 - int((directory / "held").read_text())
     out, err = (
-        (place / name).read_bytes()[:_SHOWN].decode("utf-8", "replace") for name in ("out", "err")
+        (directory / name).read_bytes()[:_SHOWN].decode("utf-8", "replace")
+        for name in ("out", "err")
     )
     if not _named(case, tree):
         verdict.wrong += [
@@ -87,8 +88,8 @@ def _run(case: Case, tree: Path, place: Path) -> Verdict:
 def _named(case: Case, tree: Path) -> bool:
     """Whether an argument itself leads to the canary: what a person names may be a link to anywhere."""
     outside = (tree.parent / "outside.txt").resolve()
-    places = (tree / argument.partition(":")[0] for argument in case.arguments)
-    return any(os.path.realpath(os.fsencode(place)) == os.fsencode(outside) for place in places)
+    paths = (tree / argument.partition(":")[0] for argument in case.arguments)
+    return any(os.path.realpath(os.fsencode(path)) == os.fsencode(outside) for path in paths)
 
 
 def _judge(verdict: Verdict, out: str, err: str) -> Iterator[str]:
@@ -112,20 +113,20 @@ def _judge(verdict: Verdict, out: str, err: str) -> Iterator[str]:
             yield "stdout is no document"
 
 
-def _in_child(case: Case, tree: Path, place: Path) -> None:
+def _in_child(case: Case, tree: Path, directory: Path) -> None:
     """Never returns."""
     code = 70
-    (place / "held").write_text(str(_resident()))  # less than its parent's: no pages of files
+    (directory / "held").write_text(str(_resident()))  # less than its parent's: no pages of files
     try:
         for name, number in (("out", 1), ("err", 2)):
-            descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT, 0o600)
+            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(descriptor, number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8") for number in (1, 2)
         )
         os.chdir(tree)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(place)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
         resource.setrlimit(resource.RLIMIT_CPU, (30, 40))
         space = _address_space() + (2 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
@@ -164,10 +165,10 @@ def judge_all(
     seed: int, numbers: range, root: Path, tell: Callable[[Verdict], None]
 ) -> list[Verdict]:
     """Judge cases one after another, and return those with something wrong."""
-    found = []
+    failed = []
     for number in numbers:
         verdict = judged(seed, number, root)
         tell(verdict)
         if verdict.wrong:
-            found.append(verdict)
-    return found
+            failed.append(verdict)
+    return failed

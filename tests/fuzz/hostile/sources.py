@@ -29,27 +29,27 @@ def build_sources(root: Path, make: Callable[[str, Path], object]) -> None:
 
 
 def _stored(model: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def _published(
     model: Path,
-    place: Path,
+    output: Path,
     encode: Callable[[str, Tensor], dict[str, Tensor]],
     quantization: Mapping[str, object],
 ) -> None:
     """Write a model whose tensors are encoded, and say so in its configuration."""
-    shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(model, output, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors: dict[str, Tensor] = {}
     for name, value in _stored(model).items():
         tensors |= encode(name, value)
-    save_file(tensors, place / "model.safetensors", {"format": "pt"})
-    config = json.loads((place / "config.json").read_text())
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    config = json.loads((output / "config.json").read_text())
     config["quantization_config"] = dict(quantization)
-    (place / "config.json").write_text(json.dumps(config))
+    (output / "config.json").write_text(json.dumps(config))
 
 
 def _in_tiles(name: str, value: Tensor) -> dict[str, Tensor]:
@@ -91,9 +91,9 @@ def _in_blocks(name: str, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _adapter(model: Path, place: Path) -> None:
+def _adapter(model: Path, output: Path) -> None:
     """Write an adapter as PEFT does."""
-    place.mkdir()
+    output.mkdir()
     tensors = {}
     for name, value in _stored(model).items():
         if name.endswith(("q_proj.weight", "down_proj.weight")):
@@ -101,18 +101,18 @@ def _adapter(model: Path, place: Path) -> None:
             module = "base_model.model." + name.removesuffix(".weight")
             tensors[f"{module}.lora_A.weight"] = torch.full((RANK, columns), 0.01)
             tensors[f"{module}.lora_B.weight"] = torch.full((rows, RANK), 0.01)
-    save_file(tensors, place / "adapter_model.safetensors", {"format": "pt"})
-    told = {
+    save_file(tensors, output / "adapter_model.safetensors", {"format": "pt"})
+    adapter_config = {
         "peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none",
         "base_model_name_or_path": "a/b", "rank_pattern": {}, "alpha_pattern": {"q_proj": 4}, "use_rslora": False,
     }  # fmt: skip
-    (place / "adapter_config.json").write_text(json.dumps(told))
+    (output / "adapter_config.json").write_text(json.dumps(adapter_config))
 
 
-def _undeclared(place: Path) -> None:
+def _undeclared(output: Path) -> None:
     """Save a model of a family that nobody declared."""
     from scripts import tiny_families
     from tests.conftest import tiny_tokenizer
 
-    tiny_families.build("persimmon").save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
+    tiny_families.build("persimmon").save_pretrained(output)
+    tiny_tokenizer().save_pretrained(output)

@@ -44,8 +44,8 @@ def build(root: Path, make: Callable[[str, Path], object]) -> None:
     (root / "text.txt").write_text(TEXT * 40)
     (root / "texts").mkdir()
     (root / "texts" / "a.txt").write_text(TEXT * 40)
-    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}]
-    lines = [json.dumps({"text": TEXT, "other": n, "messages": said}) for n in range(40)]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}]
+    lines = [json.dumps({"text": TEXT, "other": n, "messages": messages}) for n in range(40)]
     (root / "text.jsonl").write_text("\n".join(lines))
     (root / "prompts.txt").write_text("Explain the weights.\n\nRound to the grid.\n")
     (root / "prompts.jsonl").write_text(
@@ -72,29 +72,31 @@ def _keys(root: Path) -> None:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        form = serialization.PrivateFormat.PKCS8
+        private_format = serialization.PrivateFormat.PKCS8
         key = ec.generate_private_key(ec.SECP256R1())
         pem = serialization.Encoding.PEM
-        (root / KEY).write_bytes(key.private_bytes(pem, form, serialization.NoEncryption()))
+        (root / KEY).write_bytes(
+            key.private_bytes(pem, private_format, serialization.NoEncryption())
+        )
         public = serialization.PublicFormat.SubjectPublicKeyInfo
         (root / PUBLIC).write_bytes(key.public_key().public_bytes(pem, public))
 
 
-def _sharded(model: Path, place: Path) -> None:
+def _sharded(model: Path, output: Path) -> None:
     """The same model over two files."""
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(model, place)
-    (place / "model.safetensors").unlink()
+    shutil.copytree(model, output)
+    (output / "model.safetensors").unlink()
     tensors = load_file(model / "model.safetensors")
     names = sorted(tensors)
     halves = (names[: len(names) // 2], names[len(names) // 2 :])
     index: dict[str, str] = {}
     for number, half in enumerate(halves, 1):
         file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in half}, place / file, {"format": "pt"})
+        save_file({name: tensors[name] for name in half}, output / file, {"format": "pt"})
         index |= dict.fromkeys(half, file)
-    (place / "model.safetensors.index.json").write_text(
+    (output / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index})
     )
 
@@ -116,10 +118,10 @@ def _artifacts(root: Path) -> None:
         "verify ct --source model",
         f"quantize model --bits 4 --rule re:.*=int4:g32 --calibration text.txt {' '.join(CALIBRATED)} -o g",
     ):
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as told:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as stderr:
             code = run(line.split())
         if code:
-            raise RuntimeError(f"{line}: {code}\n{told.getvalue()}")
+            raise RuntimeError(f"{line}: {code}\n{stderr.getvalue()}")
     shutil.copytree(root / "ct", root / "ct-same")
     for left in ("g", *(f"{n}.gguf{end}" for n in "vw" for end in ("", ".quantforge.json"))):
         path = root / left
