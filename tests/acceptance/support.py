@@ -36,9 +36,9 @@ GPTQ = f"--method gptq --bits 4 {ROWS}"
 # Enough for the trained model of the package to gain by it.
 DEMO_GPTQ = "--method gptq --bits 4 --samples 16 --length 128"
 EVALUATION = "--windows 4 --length 32 --no-speed"
-PATIENCE = 120  # seconds to wait for what takes a few
+TIMEOUT_SECONDS = 120  # seconds to wait for what takes a few
 # A process of its own: the arguments after it are those of the command.
-ALONE = (
+COMMAND_PROGRAM = (
     "from importlib.metadata import entry_points\n"
     "(command,) = entry_points(group='console_scripts', name='quantforge')\n"
     "command.load()()"
@@ -184,7 +184,7 @@ class Running:
         began = time.monotonic()
         while not reached():
             assert self.running or reached(), f"it ended with {self._code}: {self.err}"
-            assert time.monotonic() - began < PATIENCE, self.err
+            assert time.monotonic() - began < TIMEOUT_SECONDS, self.err
             time.sleep(0.005)
 
     def send(self, number: int) -> None:
@@ -194,7 +194,7 @@ class Running:
         """Wait for the end; the code of one that a signal has killed is minus its number."""
         began = time.monotonic()
         while self.running:
-            assert time.monotonic() - began < PATIENCE, self.err
+            assert time.monotonic() - began < TIMEOUT_SECONDS, self.err
             time.sleep(0.01)
         assert self._code is not None
         return Ended(self._code, self.out, self.err)
@@ -210,7 +210,7 @@ def ask(url: str, body: object = None, **headers: str) -> tuple[int, Any]:
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
             status, text = answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read().decode()

@@ -15,7 +15,7 @@ import torch
 
 import quantforge
 from tests.acceptance.support import (
-    ALONE,
+    COMMAND_PROGRAM,
     DEMO_GPTQ,
     EVALUATION,
     GPTQ,
@@ -172,8 +172,13 @@ def test_a_refusal_has_an_exit_code_and_names_the_mistake(model: Model, tmp_path
 def test_a_closed_stdout_pipe_ends_with_code_141() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", ALONE, "formats"], stdout=writing, stderr=subprocess.PIPE, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND_PROGRAM, "formats"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

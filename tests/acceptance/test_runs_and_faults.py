@@ -33,13 +33,13 @@ from tests.acceptance.support import (
 from tests.thorough import further
 
 
-def finished(run: Running) -> list[str]:
+def finished_parts(run: Running) -> list[str]:
     """The parts that a run with ``--json-progress`` has finished."""
     lines = [json.loads(line) for line in run.err.splitlines() if line.endswith("}")]
     return [line["part"] for line in lines if line.get("part")]
 
 
-def beside(out: Path) -> set[str]:
+def names_beside(out: Path) -> set[str]:
     return {path.name for path in out.parent.iterdir()} - {out.name}
 
 
@@ -59,7 +59,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
 ) -> None:
     out, words = tmp_path / "out", ("quantize", model("llama"), GPTQ)
     run = start(words, "-o", out, "--json-progress")
-    run.until(lambda: len(finished(run)) >= 2)
+    run.until(lambda: len(finished_parts(run)) >= 2)
     for number in numbers:
         run.send(number)
     assert run.ended().code in codes
@@ -68,7 +68,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
     result = document(words, "-o", out)
     assert result["resumed"] is True
     assert digests(out) == digests(make("quantize", "llama", GPTQ).path)
-    assert beside(out) == set()
+    assert names_beside(out) == set()
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def stopped(model: Model, start: Start, tmp_path: Path) -> Path:
     """The output of a run that was killed after its first parts."""
     out = tmp_path / "out"
     run = start("quantize", model("llama"), GPTQ, "-o", out, "--json-progress")
-    run.until(lambda: len(finished(run)) >= 2)
+    run.until(lambda: len(finished_parts(run)) >= 2)
     run.send(signal.SIGKILL)
     run.ended()
     return out
@@ -108,7 +108,7 @@ def test_a_second_writer_of_an_output_is_refused(
 ) -> None:
     out, words = tmp_path / "out", ("quantize", model("llama"), GPTQ)
     run = start(words, "-o", out, "--json-progress")
-    run.until(lambda: len(finished(run)) >= 1)
+    run.until(lambda: len(finished_parts(run)) >= 1)
     run.send(signal.SIGSTOP)
     message = refusal(75, words, "-o", out)
     assert str(run.pid) in message
@@ -124,7 +124,7 @@ def test_processes_that_join_a_run_write_the_same_bytes(
     runs = [start("quantize", model("llama"), RTN, "-o", out, "--join") for _ in range(2)]
     assert [run.ended().code for run in runs] == [0, 0], [run.err for run in runs]
     assert digests(out) == digests(make("quantize", "llama", RTN).path)
-    assert beside(out) == set()
+    assert names_beside(out) == set()
 
 
 @pytest.mark.parametrize("words", [("--threads 2 --activations disk", "-v"), further(("-q",))])

@@ -13,7 +13,7 @@ import pytest
 
 from tests.acceptance.support import ROWS, Make, Model, Start, command, digests, document, refusal
 
-HEAD = """model = "{model}"
+SPEC_HEAD = """model = "{model}"
 [calibration]
 samples = 4
 length = 32
@@ -31,7 +31,7 @@ recipe = {method = "gptq", scheme = "int4:g32:sym"}
 format = "compressed-tensors"
 """
 Q8 = '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
-LISTED = {
+RELEASE_FILES = {
     "release.json",
     "release.toml",
     "SHA256SUMS",
@@ -42,20 +42,20 @@ LISTED = {
 
 
 @pytest.fixture(autouse=True)
-def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fixed_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
-def written(directory: Path, model: Path, *variants: str, gate: float = 50.0) -> Path:
+def write_spec(directory: Path, model: Path, *variants: str, gate: float = 50.0) -> Path:
     spec = directory / "release.toml"
-    spec.write_text(HEAD.format(model=model, gate=gate) + "".join(variants))
+    spec.write_text(SPEC_HEAD.format(model=model, gate=gate) + "".join(variants))
     return spec
 
 
 @pytest.fixture(scope="module")
 def released(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     directory = tmp_path_factory.mktemp("release")
-    spec = written(directory, model("llama"), INT4, Q8)
+    spec = write_spec(directory, model("llama"), INT4, Q8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
         return spec, directory / "made", document("release", spec, "-o", directory / "made")
@@ -64,7 +64,7 @@ def released(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 def test_a_release_has_all_files_for_publication(released: tuple[Path, Path, Any]) -> None:
     _, out, release = released
     assert release["made"] == ["int4", "q8"]
-    assert {path.name for path in out.iterdir() if path.is_file()} == LISTED
+    assert {path.name for path in out.iterdir() if path.is_file()} == RELEASE_FILES
     assert (out / "gguf" / "q8.gguf").exists()
     assert (out / "compressed-tensors" / "int4" / "config.json").exists()
     checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=out, check=False)
@@ -100,7 +100,7 @@ def test_repeating_a_release_makes_only_new_variants(
     before = digests(out)
     assert document("release", spec, "-o", out)["made"] == []
     assert digests(out) == before
-    more = written(
+    more = write_spec(
         tmp_path, model("llama"), INT4, Q8, Q8.replace("q8", "q4").replace("Q8_0", "Q4_0")
     )
     assert document("release", more, "-o", out)["made"] == ["q4"]
@@ -134,7 +134,7 @@ def test_processes_that_join_a_release_write_the_same_bytes(
 
 
 def test_a_failed_gate_ends_a_finished_release_with_code_6(model: Model, tmp_path: Path) -> None:
-    spec = written(tmp_path, model("llama"), INT4, Q8, gate=0.001)
+    spec = write_spec(tmp_path, model("llama"), INT4, Q8, gate=0.001)
     ended = command(
         "release", spec, "-o", tmp_path / "out", "--summary", tmp_path / "summary.md", "--json"
     )
@@ -148,7 +148,7 @@ def test_a_failed_gate_ends_a_finished_release_with_code_6(model: Model, tmp_pat
 
 
 def test_only_and_budget_select_variants_of_a_release(model: Model, tmp_path: Path) -> None:
-    spec = written(tmp_path, model("llama"), INT4, Q8)
+    spec = write_spec(tmp_path, model("llama"), INT4, Q8)
     shown = document("release", spec, "-o", tmp_path / "out", "--dry-run")
     assert [row["name"] for row in shown["variants"]] == ["int4", "q8"]
     assert not (tmp_path / "out").exists()
@@ -172,7 +172,7 @@ def test_only_and_budget_select_variants_of_a_release(model: Model, tmp_path: Pa
 def test_a_release_with_an_invalid_entry_writes_nothing(
     change: tuple[str, str], code: int, word: str, model: Model, tmp_path: Path
 ) -> None:
-    spec = written(tmp_path, model("llama"), INT4, Q8)
+    spec = write_spec(tmp_path, model("llama"), INT4, Q8)
     spec.write_text(spec.read_text().replace(*change))
     ended = command("release", spec, "-o", tmp_path / "out")
     assert (ended.code, word in ended.err) == (code, True), ended.err
@@ -180,7 +180,7 @@ def test_a_release_with_an_invalid_entry_writes_nothing(
 
 
 def test_a_foreign_output_directory_is_refused_and_kept(model: Model, tmp_path: Path) -> None:
-    spec = written(tmp_path, model("llama"), Q8)
+    spec = write_spec(tmp_path, model("llama"), Q8)
     out = tmp_path / "out"
     out.mkdir()
     (out / "SHA256SUMS").write_text("mine")

@@ -27,8 +27,10 @@ PLAIN = "--method rtn --calibration none"
 OUTSIDE = "--embedding keep --ignore lm_head"
 
 
-def stored_as(form: str, scheme: str) -> str:
-    return f"{PLAIN} --format {form} --scheme {scheme} {OUTSIDE if form == 'gguf' else ''}"
+def stored_as(format_key: str, scheme: str) -> str:
+    return (
+        f"{PLAIN} --format {format_key} --scheme {scheme} {OUTSIDE if format_key == 'gguf' else ''}"
+    )
 
 
 # Format, scheme, and the largest relative error of a linear: a fact of the grid.
@@ -66,15 +68,15 @@ def linears(model: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("form", "scheme", "error"), STORED)
+@pytest.mark.parametrize(("format_key", "scheme", "error"), STORED)
 def test_stored_codes_decode_to_the_rounded_weights(
-    form: str, scheme: str, error: float, model: Model, make: Make, tmp_path: Path
+    format_key: str, scheme: str, error: float, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """Codes, scales and zero points mean what the format says; `export --format plain` gives the same numbers."""
-    result = make("quantize", "llama", stored_as(form, scheme)).path
+    result = make("quantize", "llama", stored_as(format_key, scheme)).path
     decoded, source = decode(result), linears(model("llama"))
     assert (
-        {*decoded} >= {*source} if form != "fp8" else {*decoded} < {*source}
+        {*decoded} >= {*source} if format_key != "fp8" else {*decoded} < {*source}
     )  # of shapes that tiles divide
     for name in {*decoded} & {*source}:
         assert 0 < relative_error(decoded[name], source[name]) < error, name
@@ -102,12 +104,12 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize(("stored", "form", "verdict"), MOVED)
+@pytest.mark.parametrize(("stored", "format_key", "verdict"), MOVED)
 def test_a_conversion_keeps_every_value(
-    stored: tuple[str, str], form: str, verdict: str, make: Make
+    stored: tuple[str, str], format_key: str, verdict: str, make: Make
 ) -> None:
     result = make("quantize", "llama", stored_as(*stored)).path
-    moved = make("export", result, "--format", form)
+    moved = make("export", result, "--format", format_key)
     assert moved.document["verdict"] == verdict
     assert {event["kind"] for event in moved.document["events"]} <= {"low-coverage"}
     before, after = decode(result), decode(moved.path)
@@ -119,7 +121,7 @@ def test_a_conversion_keeps_every_value(
 
 
 @pytest.mark.parametrize(
-    ("stored", "form"),
+    ("stored", "format_key"),
     [
         (("compressed-tensors", "int4:g128:sym"), "bnb"),
         (("compressed-tensors", "nvfp4"), "gguf"),
@@ -127,11 +129,11 @@ def test_a_conversion_keeps_every_value(
     ],
 )
 def test_a_scheme_that_a_format_cannot_hold_is_refused(
-    stored: tuple[str, str], form: str, make: Make, tmp_path: Path
+    stored: tuple[str, str], format_key: str, make: Make, tmp_path: Path
 ) -> None:
     result = make("quantize", "llama", stored_as(*stored)).path
-    out = tmp_path / f"out{'.gguf' if form == 'gguf' else ''}"
-    message = refusal(4, "export", result, "--format", form, "-o", out)
+    out = tmp_path / f"out{'.gguf' if format_key == 'gguf' else ''}"
+    message = refusal(4, "export", result, "--format", format_key, "-o", out)
     assert "model.layers.0." in message
     assert not out.exists()
 

@@ -153,8 +153,8 @@ def test_an_fp8_source_is_decoded_before_quantization(
         stored[f"{name}_scale_inv"] = scale
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     left = [f"model.layers.{block}.self_attn.{part}_proj" for block in range(2) for part in "qkvo"]
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
-              "modules_to_not_convert": [*left, "lm_head"]}  # fmt: skip
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+                    "weight_block_size": [128, 128], "modules_to_not_convert": [*left, "lm_head"]}  # fmt: skip
     (source / "config.json").write_text(
         json.dumps({**config(source), "quantization_config": quantization})
     )
@@ -278,7 +278,7 @@ def test_unusable_calibration_texts_are_refused(model: Model, tmp_path: Path) ->
 # ---- what is refused, before anything is written
 
 
-def damaged(source: Path, name: str, value: float) -> None:
+def set_weight(source: Path, name: str, value: float) -> None:
     stored = tensors(source)
     stored[name][3, 5] = value
     save_file(stored, source / "model.safetensors", {"format": "pt"})
@@ -286,7 +286,7 @@ def damaged(source: Path, name: str, value: float) -> None:
 
 def test_a_nan_weight_is_refused_by_name(model: Model, copied: Copy, tmp_path: Path) -> None:
     source, name = copied(model("llama")), "model.layers.1.mlp.up_proj.weight"
-    damaged(source, name, float("nan"))
+    set_weight(source, name, float("nan"))
     assert name in refusal(3, "quantize", source, RTN, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not [*tmp_path.glob(".out*")]

@@ -19,7 +19,7 @@ import torch
 
 from tests.acceptance.support import (
     DEMO_GPTQ,
-    PATIENCE,
+    TIMEOUT_SECONDS,
     Make,
     Model,
     Running,
@@ -284,7 +284,7 @@ def stream(url: str, tokens: int) -> Any:
     body = {**PLAIN, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}{COMPLETIONS}", json.dumps(body).encode(), headers)
-    answer = urllib.request.urlopen(request, timeout=PATIENCE)
+    answer = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
     assert answer.readline().startswith(b"data: ")
     return answer
 

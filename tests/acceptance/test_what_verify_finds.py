@@ -25,7 +25,7 @@ def result(make: Make, copied: Copy) -> Path:
     return copied(make("quantize", "llama", RTN).path)
 
 
-def looked_at(result: Path, *words: object) -> Ended:
+def run_verify(result: Path, *words: object) -> Ended:
     return command("verify", result, words, "--json")
 
 
@@ -38,7 +38,7 @@ def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"),
+    ("format_key", "scheme"),
     [
         ("compressed-tensors", "int4:g32:asym"), ("gptq", "int4:g128:sym"), ("gguf", "q4_0"),
         further("awq", "int4:g128:asym"), further("bnb", "nf4:g64:sym"), further("fp8", "fp8:128x128"),
@@ -46,12 +46,12 @@ def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     ],
 )  # fmt: skip
 def test_sound_results_of_every_format_pass_strict(
-    form: str, scheme: str, model: Model, make: Make
+    format_key: str, scheme: str, model: Model, make: Make
 ) -> None:
-    words = ("--method rtn --calibration none --format", form, "--scheme", scheme)
+    words = ("--method rtn --calibration none --format", format_key, "--scheme", scheme)
     path = make("quantize", "llama", words).path
     for beside in ((), ("--source", model("llama"))):
-        ended = looked_at(path, beside, "--strict")
+        ended = run_verify(path, beside, "--strict")
         assert (ended.code, ended.document["ok"]) == (0, True), ended.out
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_found_by_its_digest(result: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-100] ^= 1
     weights.write_bytes(data)
-    ended = looked_at(result, "--no-forward")
+    ended = run_verify(result, "--no-forward")
     assert (ended.code, ended.document["ok"]) == (5, False)
     assert any("model.safetensors" in finding["where"] for finding in ended.document["findings"])
 
@@ -68,14 +68,14 @@ def test_a_damaged_file_is_found_by_its_digest(result: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_a_missing_or_emptied_file_fails_verification(name: str, result: Path) -> None:
     (result / name).unlink()
-    assert looked_at(result, "--no-forward").code in {3, 5}
+    assert run_verify(result, "--no-forward").code in {3, 5}
     (result / name).write_text("{}")
-    assert looked_at(result, "--no-forward").code in {3, 5}
+    assert run_verify(result, "--no-forward").code in {3, 5}
 
 
 def test_an_added_file_is_found(result: Path) -> None:
     (result / "modeling_own.py").write_text("print(1)")
-    ended = looked_at(result, "--no-forward")
+    ended = run_verify(result, "--no-forward")
     assert ended.code == 5
     assert any("modeling_own.py" in finding["where"] for finding in ended.document["findings"])
 
@@ -100,7 +100,7 @@ def test_a_planted_defect_is_an_error_with_its_location(
 ) -> None:
     change, where = DEFECTS[defect]
     rewrite(result, change)
-    ended = looked_at(result, "--source", model("llama"))
+    ended = run_verify(result, "--source", model("llama"))
     assert (ended.code, ended.document["ok"]) == (5, False)
     errors = [finding for finding in ended.document["findings"] if finding["severity"] == "error"]
     assert any(where in finding["where"] for finding in errors), errors
@@ -108,7 +108,7 @@ def test_a_planted_defect_is_an_error_with_its_location(
 
 def test_a_sound_result_needs_no_manifest(model: Model, result: Path) -> None:
     rewrite(result, lambda stored: None)
-    ended = looked_at(result, "--source", model("llama"), "--strict")
+    ended = run_verify(result, "--source", model("llama"), "--strict")
     assert (ended.code, ended.document["ok"]) == (0, True), ended.out
 
 
@@ -125,7 +125,7 @@ def test_a_configuration_that_differs_from_the_source_fails(
     if key == "rope_theta":
         settings["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
     (result / "config.json").write_text(json.dumps(settings))
-    ended = looked_at(result, "--source", model("llama"))
+    ended = run_verify(result, "--source", model("llama"))
     assert (ended.code, ended.document["ok"]) == (5, False)
 
 
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_differs_from_the_source_fails(model: Model, result: Pa
     first, second = list(vocabulary)[100:102]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(tokenizer))
-    ended = looked_at(result, "--source", model("llama"))
+    ended = run_verify(result, "--source", model("llama"))
     assert ended.code == 5
     assert any("tokenizer" in finding["where"] for finding in ended.document["findings"])
 
@@ -146,7 +146,7 @@ def test_a_contradicting_quantize_config_fails(result: Path) -> None:
     (result / MANIFEST).unlink()
     settings = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}
     (result / "quantize_config.json").write_text(json.dumps(settings))
-    ended = looked_at(result)
+    ended = run_verify(result)
     assert ended.code == 5
     assert any("quantize_config.json" in str(finding) for finding in ended.document["findings"])
 
@@ -154,10 +154,10 @@ def test_a_contradicting_quantize_config_fails(result: Path) -> None:
 def test_model_code_is_an_error_with_a_source_else_a_warning(model: Model, result: Path) -> None:
     (result / MANIFEST).unlink()
     (result / "modeling_llama.py").write_text("import os")
-    assert looked_at(result, "--source", model("llama")).code == 5
-    alone = looked_at(result)
+    assert run_verify(result, "--source", model("llama")).code == 5
+    alone = run_verify(result)
     assert alone.code == 0
-    assert looked_at(result, "--strict").code == 5
+    assert run_verify(result, "--strict").code == 5
     assert {finding["severity"] for finding in alone.document["findings"]} == {"warning"}
 
 
@@ -166,7 +166,7 @@ def test_a_different_source_fails_verification(model: Model, result: Path, copie
     stored = tensors(other)
     stored[NORM] = stored[NORM] * 2
     save_file(stored, other / "model.safetensors", {"format": "pt"})
-    assert looked_at(result, "--source", other).code == 5
+    assert run_verify(result, "--source", other).code == 5
 
 
 def test_a_gguf_key_that_differs_from_the_source_fails(
@@ -174,11 +174,11 @@ def test_a_gguf_key_that_differs_from_the_source_fails(
 ) -> None:
     path = copied(make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path)
     Path(f"{path}.quantforge.json").unlink()
-    assert looked_at(path, "--source", model("llama")).code == 0
+    assert run_verify(path, "--source", model("llama")).code == 0
     data = path.read_bytes()
     at = data.index(b"llama.context_length") + len("llama.context_length") + 4
     path.write_bytes(data[:at] + (64).to_bytes(4, "little") + data[at + 4 :])
-    ended = looked_at(path, "--source", model("llama"))
+    ended = run_verify(path, "--source", model("llama"))
     assert ended.code == 5
     assert any("context_length" in str(finding) for finding in ended.document["findings"])
 
@@ -186,9 +186,9 @@ def test_a_gguf_key_that_differs_from_the_source_fails(
 def test_an_engine_that_cannot_load_the_result_fails(
     model: Model, make: Make, result: Path
 ) -> None:
-    assert looked_at(result, "--no-forward --for vllm").code == 0
-    assert looked_at(result, "--no-forward --for llama.cpp").code == 5
-    assert looked_at(result, "--no-forward --for nothing").code == 2
+    assert run_verify(result, "--no-forward --for vllm").code == 0
+    assert run_verify(result, "--no-forward --for llama.cpp").code == 5
+    assert run_verify(result, "--no-forward --for nothing").code == 2
 
 
 def test_an_unknown_quantization_method_is_not_verified(result: Path) -> None:
@@ -196,7 +196,7 @@ def test_an_unknown_quantization_method_is_not_verified(result: Path) -> None:
     settings = config(result)
     settings["quantization_config"] = {"quant_method": "unheard-of", "bits": 4}
     (result / "config.json").write_text(json.dumps(settings))
-    assert looked_at(result).code == 4
+    assert run_verify(result).code == 4
 
 
 def test_text_output_ends_with_a_verdict(model: Model, result: Path) -> None:
@@ -212,7 +212,7 @@ def test_text_output_ends_with_a_verdict(model: Model, result: Path) -> None:
 def test_a_warning_fails_only_with_strict_option(model: Model, result: Path) -> None:
     """Gains of a norm that do not match the weights that read it: a warning, exit 5 with `--strict`."""
     rewrite(result, lambda stored: stored[NORM][::2].mul_(3))
-    ended = looked_at(result, "--source", model("llama"))
+    ended = run_verify(result, "--source", model("llama"))
     assert (ended.code, ended.document["ok"]) == (0, True)
     warned = [
         finding["where"]
@@ -220,4 +220,4 @@ def test_a_warning_fails_only_with_strict_option(model: Model, result: Path) -> 
         if finding["severity"] == "warning"
     ]
     assert any("layers.0.input_layernorm" in where or "layers.0" in where for where in warned)
-    assert looked_at(result, "--source", model("llama"), "--strict").code == 5
+    assert run_verify(result, "--source", model("llama"), "--strict").code == 5

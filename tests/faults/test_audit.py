@@ -44,8 +44,8 @@ EVIL = "raise SystemExit('code of the model ran')\n"
 class Audit:
     """Collects what is not allowed while ``watching``: paths that are written must lie under one of ``places``."""
 
-    def __init__(self, model: Path, secret: Path, places: tuple[Path, ...]) -> None:
-        self.model, self.secret, self.places = model, secret, places
+    def __init__(self, model: Path, secret: Path, writable_directories: tuple[Path, ...]) -> None:
+        self.model, self.secret, self.writable_directories = model, secret, writable_directories
         self.violations: list[str] = []
         self.opened: set[str] = set()
         self.watching = False
@@ -80,7 +80,7 @@ class Audit:
 
     def allowed(self, path: Path) -> bool:
         return path == Path(os.devnull) or any(
-            path.is_relative_to(directory) for directory in self.places
+            path.is_relative_to(directory) for directory in self.writable_directories
         )
 
 
@@ -110,7 +110,7 @@ def hostile(tiny: Tiny, tmp_path: Path) -> Path:
     return model
 
 
-def everything(model: Path, out: Path, audit: Audit) -> None:
+def run_every_verb(model: Path, out: Path, audit: Audit) -> None:
     """Plan, quantize, convert, verify and run, watched."""
     sys.addaudithook(audit.hook)
     audit.watching = True
@@ -132,12 +132,16 @@ def test_a_run_opens_no_socket_process_or_foreign_file(hostile, tmp_path):
     out.mkdir()
     before = tree(hostile)
     # Loops are kept by the tests alone (`tests.conftest`).
-    places = (out, Path(tempfile.gettempdir()) / "torchinductor", Path(os.environ[LOOPS]))
-    audit = Audit(hostile, tmp_path / "secret.txt", places)
+    writable_directories = (
+        out,
+        Path(tempfile.gettempdir()) / "torchinductor",
+        Path(os.environ[LOOPS]),
+    )
+    audit = Audit(hostile, tmp_path / "secret.txt", writable_directories)
 
     def work() -> None:
         sys.dont_write_bytecode = True  # of modules that no test has imported yet
-        everything(hostile, out, audit)
+        run_every_verb(hostile, out, audit)
 
     code = ended(forked(work, tmp_path / "errors"))
     assert code == 0, (tmp_path / "errors").read_text()

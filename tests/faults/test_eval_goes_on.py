@@ -29,7 +29,7 @@ from quantforge.settings import Settings
 from tests.runs import StopError, command, copied, ended, forked, quantize, recipe
 from tests.thorough import further
 
-MEASURED = {"windows": 2, "length": 16, "speed": False}
+EVALUATION = {"windows": 2, "length": 16, "speed": False}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def models(tiny, tmp_path_factory):
     return paths
 
 
-def loaded(monkeypatch, stop=lambda _: None):
+def record_loads(monkeypatch, stop=lambda _: None):
     """Return the names of the models that are loaded from now on."""
     names, load = [], evaluation.load
 
@@ -61,38 +61,38 @@ def loaded(monkeypatch, stop=lambda _: None):
     return names
 
 
-def killed(path):
+def kill_at_last(path):
     if path.name == "bits8":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crash(path, error=None):
+def crash_at_last(path, error=None):
     if path.name == "bits8":
         raise error or StopError
 
 
-def interrupted(model, models, **options):
+def interrupt_evaluation(model, models, **options):
     with pytest.MonkeyPatch.context() as patch:
-        loaded(patch, crash)
+        record_loads(patch, crash_at_last)
         with pytest.raises(StopError) as stopped:
-            evaluate(model, models, **{**MEASURED, **options})
+            evaluate(model, models, **{**EVALUATION, **options})
     return getattr(stopped.value, "__notes__", [])
 
 
 def test_after_a_kill_eval_measures_only_the_remaining_models(
     model, models, tmp_path, cache, monkeypatch
 ):
-    whole = evaluate(model, models, **MEASURED)
+    whole = evaluate(model, models, **EVALUATION)
     assert not [*cache.glob("*")]
 
     def child():
-        loaded(pytest.MonkeyPatch(), killed)
-        evaluate(model, models, **MEASURED)
+        record_loads(pytest.MonkeyPatch(), kill_at_last)
+        evaluate(model, models, **EVALUATION)
 
     assert ended(forked(child, tmp_path / "errors")) == -signal.SIGKILL
     assert len([*cache.iterdir()]) == 1
-    names, notes = loaded(monkeypatch), []
-    resumed = evaluate(model, models, Settings(note=notes.append), **MEASURED)
+    names, notes = record_loads(monkeypatch), []
+    resumed = evaluate(model, models, Settings(note=notes.append), **EVALUATION)
     assert names == [model.name, "bits8"]
     assert "2 of 3 models were measured before" in notes[-1]
     assert resumed.to_json()["models"] == whole.to_json()["models"]
@@ -118,7 +118,7 @@ def test_changed_inputs_invalidate_saved_rows(model, models, tmp_path, cache, mo
         models = [copied(models[0], tmp_path / "bits4"), models[1]]
     text, options = tmp_path / "text.txt", {}
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    assert interrupted(source, models, text=str(text)) == [
+    assert interrupt_evaluation(source, models, text=str(text)) == [
         "2 of 3 models are kept: the same command measures the others"
     ]
     saved_file = next(cache.iterdir())
@@ -143,20 +143,20 @@ def test_changed_inputs_invalidate_saved_rows(model, models, tmp_path, cache, mo
         saved_file.write_text(json.dumps({"rows": [rows[0], {}]}))
     else:
         saved_file.write_bytes(saved_file.read_bytes()[:-9])
-    names = loaded(monkeypatch)
-    evaluate(source, models, **{**MEASURED, "text": str(text), **options})
+    names = record_loads(monkeypatch)
+    evaluate(source, models, **{**EVALUATION, "text": str(text), **options})
     assert names == ["m", "bits4", "bits8"]
 
 
 def test_a_finished_evaluation_keeps_rows_of_an_interrupted_one(model, models, cache, monkeypatch):
-    interrupted(model, models)
+    interrupt_evaluation(model, models)
     (old,) = cache.iterdir()
     (cache / "old.json").write_text("{}")
     os.utime(cache / "old.json", (0, 0))
-    evaluate(model, models[1:], **MEASURED)
+    evaluate(model, models[1:], **EVALUATION)
     assert [*cache.iterdir()] == [old]
-    names = loaded(monkeypatch)
-    evaluate(model, models, **MEASURED)
+    names = record_loads(monkeypatch)
+    evaluate(model, models, **EVALUATION)
     assert names == [model.name, "bits8"]
     assert not [*cache.iterdir()]
 
@@ -181,8 +181,8 @@ def test_the_cache_key_covers_every_gguf_part(model, tmp_path):
 
 def test_an_unwritable_cache_does_not_stop_an_evaluation(model, models, tmp_path, cache):
     cache.parent.parent.write_text("no directory")
-    assert interrupted(model, models) == []
-    evaluate(model, models, **MEASURED)
+    assert interrupt_evaluation(model, models) == []
+    evaluate(model, models, **EVALUATION)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_an_interrupted_eval_reports_the_saved_models(model, models, capsys):
     kept = "2 of 3 models are kept: the same command measures the others"
     for error in (InputError("x"), StopError(), Stopped(signal.SIGINT)):
         with pytest.MonkeyPatch.context() as patch:
-            loaded(patch, partial(crash, error=error))
+            record_loads(patch, partial(crash_at_last, error=error))
             assert kept in command(capsys, *arguments).err
     assert command(capsys, *arguments).code == 0
 
 
-def full(*_, **__):
+def raise_full_disk(*_, **__):
     raise ResourceError("no space")
 
 
@@ -230,14 +230,14 @@ def test_a_failed_report_write_shows_or_keeps_the_figures(
     models = [copied(path, tmp_path / path.name) for path in models]  # a card is written into one
     arguments = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module(f"quantforge.{module}"), last, full)
+        patch.setattr(import_module(f"quantforge.{module}"), last, raise_full_disk)
         first = command(capsys, *arguments)
     assert first.code == ResourceError.exit_code
     if options[0] != "--card":
         assert "bits8" in first.out
         return
     assert "3 of 3 models are kept: the same command writes what is missing" in first.err
-    names = loaded(monkeypatch)
+    names = record_loads(monkeypatch)
     again = command(capsys, *arguments)
     assert again.code == 0
     assert "bits8" in again.out

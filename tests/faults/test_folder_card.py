@@ -16,11 +16,11 @@ from quantforge.api.folder_cards import (
 )
 from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError
-from tests.faults.test_release import Q8, written
+from tests.faults.test_release import Q8, write_spec
 from tests.runs import copied, quantize, recipe
 from tests.thorough import further
 
-MEASURED = {"windows": 2, "length": 16, "speed": False}
+EVALUATION = {"windows": 2, "length": 16, "speed": False}
 Q4 = Q8.replace("q8", "q4").replace("Q8_0", "Q4_0")
 
 
@@ -41,14 +41,14 @@ def test_a_folder_card_keeps_text_added_by_hand(model, folder):
     from huggingface_hub import ModelCard
 
     card = folder / "README.md"
-    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **EVALUATION)
     first = card.read_text()
     assert first.count("| `x-Q8_0.gguf` |") == 3  # files, which one, figures
     assert first.count("| `x-Q4_0.gguf` |") == 1  # not measured
     assert "llama-server -m x-Q8_0.gguf" in first
     card.write_text(first.replace(FILES_PART.begin, f"Mine.\n\n{FILES_PART.begin}"))
     files = sorted(folder.glob("*.gguf"))
-    evaluate(model, files, card=folder, **MEASURED)
+    evaluate(model, files, card=folder, **EVALUATION)
     second = card.read_text()
     assert "\nMine.\n" in second
     assert second.count("| `x-Q4_0.gguf` |") == 2  # no machine is so small that it is the one
@@ -64,9 +64,9 @@ def test_a_folder_card_ignores_same_named_files_elsewhere(model, folder, tmp_pat
     other.parent.mkdir()
     quantize(model, other, recipe(type="Q4_0"))
     files = [folder / "x-Q8_0.gguf", other]
-    evaluate(model, files[:1], card=folder, **MEASURED)
+    evaluate(model, files[:1], card=folder, **EVALUATION)
     alone = (folder / "README.md").read_text()
-    evaluate(model, files, card=folder, **MEASURED)
+    evaluate(model, files, card=folder, **EVALUATION)
     assert (folder / "README.md").read_text() == alone
 
 
@@ -76,7 +76,7 @@ def test_split_gguf_parts_are_one_entry_with_total_size(model, tmp_path):
     quantize(model, folder / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
     parts = sorted(folder.glob("*.gguf"))
     assert len(parts) > 2
-    evaluate(model, [parts[1]], card=folder, **MEASURED)
+    evaluate(model, [parts[1]], card=folder, **EVALUATION)
     files = (folder / "README.md").read_text().partition("## Which one")[0].splitlines()
     (row,) = (line for line in files if ".gguf" in line and line.startswith("| "))
     assert row.startswith(f"| `{parts[0].name}` |")
@@ -90,7 +90,7 @@ def test_invalid_bits_in_a_manifest_are_shown_as_absent(model, folder, bits):
         document = json.loads(path.read_text())
         del document["source"]
         path.write_text(json.dumps({**document, "bits_per_weight": bits}))
-    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **EVALUATION)
     assert (folder / "README.md").read_text().count("| rtn | - |") == 2
 
 
@@ -100,24 +100,24 @@ def test_an_unwritable_card_is_refused_before_measuring(model, folder, monkeypat
     for text in ("# Mine\n", f"{FILES_PART.begin}\n"):
         card.write_text(text)
         with pytest.raises(InputError, match="the part"):
-            evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+            evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **EVALUATION)
         assert card.read_text() == text
     card.unlink()
     four = folder / "x-Q4_0.gguf"
     whole = four.read_bytes()
     four.write_bytes(whole[:4])
     with pytest.raises(InputError, match="x-Q4_0"):
-        evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+        evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **EVALUATION)
     four.write_bytes(whole)
     (folder / "x-Q8_0.gguf.quantforge.json").unlink()
     with pytest.raises(InputError, match="no manifest beside it"):
-        evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+        evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **EVALUATION)
     assert not card.exists()
 
 
 def test_a_release_card_omits_variants_that_fail_a_gate(tmp_path, model):
     beyond = f"{Q4}gates = {{max_bytes = 1}}\n"
-    result = release(written(tmp_path, model, Q8, beyond), tmp_path / "r")
+    result = release(write_spec(tmp_path, model, Q8, beyond), tmp_path / "r")
     assert [variant.failed != () for variant in result.variants] == [False, True]
     card = (tmp_path / "r/gguf/README.md").read_text()
     assert "q8.gguf" in card

@@ -35,12 +35,14 @@ def run(stage: Stage, work: Callable[[Stage], object]) -> None:
         work(stage)
 
 
-def released(stage: Stage, text: str = "new") -> None:
+def publish_directory(stage: Stage, text: str = "new") -> None:
     fill(stage, text, FAST)
     stage.publish()
 
 
-def refused(out: Path, work: Callable[[], object], kind: type[QuantForgeError], word: str) -> None:
+def assert_refused(
+    out: Path, work: Callable[[], object], kind: type[QuantForgeError], word: str
+) -> None:
     """Run something that is refused by name, and changes nothing that is there, but for the time in its lock."""
     before = unlocked(out.parent)
     with pytest.raises(kind) as caught:
@@ -65,7 +67,7 @@ def edit(out: Path, change: Callable[[dict[str, object]], object]) -> None:
 
 # ---- a directory
 
-INSIDE: dict[str, tuple[Plant, str]] = {
+PLANTED_INSIDE: dict[str, tuple[Plant, str]] = {
     "a note": (lambda out: (out / "notes.txt").write_text("mine"), "notes.txt"),
     "a note in a folder of the result": (
         lambda out: (out / "additional_chat_templates/mine.jinja").write_text("mine"), "mine.jinja",
@@ -105,11 +107,11 @@ INSIDE: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@each_value(("case", INSIDE), ("late", [False, True]))  # before or during the run
+@each_value(("case", PLANTED_INSIDE), ("late", [False, True]))  # before or during the run
 def test_overwrite_refuses_files_missing_from_the_manifest(
     tmp_path: Path, case: str, late: bool
 ) -> None:
-    plant, word = INSIDE[case]
+    plant, word = PLANTED_INSIDE[case]
     out = tmp_path / "out"
     (tmp_path / "canary").write_text("mine!!")
     make(out, "old", FAST)
@@ -123,7 +125,7 @@ def test_overwrite_refuses_files_missing_from_the_manifest(
 
     if not late:
         plant(out)
-        refused(out, overwrite, RefusedError, word)
+        assert_refused(out, overwrite, RefusedError, word)
         return
     with pytest.raises(RefusedError, match=word):
         overwrite()
@@ -141,7 +143,7 @@ def test_a_file_added_during_the_swap_is_kept(tmp_path: Path) -> None:
         DISK.exchange(first, second)
 
     with pytest.raises(RefusedError, match=r"notes\.txt"):
-        run(Stage(out, overwrite=True, disk=replace(FAST, exchange=exchange)), released)
+        run(Stage(out, overwrite=True, disk=replace(FAST, exchange=exchange)), publish_directory)
     assert (out / "notes.txt").read_text() == "mine"
     assert (out / "config.json").read_text() == "old"
     (out / "notes.txt").unlink()
@@ -184,7 +186,7 @@ def test_a_file_result_keeps_similarly_named_files(tmp_path: Path) -> None:
         assert remaining[out.name] == b"new"
 
 
-BESIDE: dict[str, tuple[Plant, str]] = {
+PLANTED_BESIDE: dict[str, tuple[Plant, str]] = {
     "somebody's file": (lambda out: (out.unlink(), out.write_text("somebody's")), "m.gguf"),
     "a part of somebody's": (lambda out: (out.parent / PARTS[0]).write_text("mine"), PARTS[0]),
     "a Modelfile": (lambda out: (out.parent / "m.Modelfile").write_text("FROM mine"), "m.Modelfile"),
@@ -202,16 +204,18 @@ BESIDE: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize("case", PLANTED_BESIDE)
 def test_overwriting_a_file_refuses_foreign_files(tmp_path: Path, case: str) -> None:
-    plant, word = BESIDE[case]
+    plant, word = PLANTED_BESIDE[case]
     out = tmp_path / "place/m.gguf"
     out.parent.mkdir()
     (tmp_path / "canary").write_text("mine!!")
     publish_file(out, ("m.gguf",), "old")
     (out.parent / HF[0]).write_text("mine")
     plant(out)
-    refused(out, lambda: publish_file(out, ("m.gguf", "m.Modelfile"), "new"), RefusedError, word)
+    assert_refused(
+        out, lambda: publish_file(out, ("m.gguf", "m.Modelfile"), "new"), RefusedError, word
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"place", "canary"}
 
 
@@ -251,12 +255,14 @@ def test_a_rename_list_outside_the_output_is_refused(tmp_path: Path, names: obje
     with FileStage(out, overwrite=False) as stage:  # as a kill leaves it
         stage.write_file(stage.manifest, b"{}")
         stage.write_file(".moving.json", json.dumps({"names": names, "earlier": {}}).encode())
-    refused(out, FileStage(out, overwrite=True).__enter__, IntegrityError, "no list of this run")
+    assert_refused(
+        out, FileStage(out, overwrite=True).__enter__, IntegrityError, "no list of this run"
+    )
 
 
 # ---- what a run keeps beside its output
 
-PLANTED: dict[str, tuple[Plant, str]] = {
+PLANTED_RUN_DIRECTORIES: dict[str, tuple[Plant, str]] = {
     "a directory of somebody's": (lambda d: (d.mkdir(), (d / "a").write_text("mine")), "no lock"),
     "a file": (lambda d: d.write_text("mine"), "no directory"),
     "a link to a directory": (lambda d: d.symlink_to("elsewhere"), "no directory"),
@@ -278,13 +284,13 @@ PLANTED: dict[str, tuple[Plant, str]] = {
 
 
 @each_value(
-    ("case", PLANTED),
+    ("case", PLANTED_RUN_DIRECTORIES),
     ("name", ["out", "m.gguf"]),
 )
 def test_a_foreign_run_directory_is_refused_and_untouched(
     tmp_path: Path, case: str, name: str
 ) -> None:
-    plant, word = PLANTED[case]
+    plant, word = PLANTED_RUN_DIRECTORIES[case]
     out = tmp_path / name
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/b").write_text("mine")

@@ -22,7 +22,7 @@ from quantforge.settings import Settings
 from tests.runs import command, ended, forked, tree
 
 ROOT = Path(__file__).parents[2]
-HEAD = """model = "{model}"
+SPEC_HEAD = """model = "{model}"
 [calibration]
 samples = 4
 length = 16
@@ -36,7 +36,7 @@ name = "{name}"
 recipe = {{method = "{method}", scheme = "{scheme}"}}
 format = "compressed-tensors"
 """
-MADE = {
+VARIANTS = {
     "int2": ("gptq", "int2:g32:sym"),
     "plain": ("rtn", "int8:row:sym"),
 }
@@ -44,23 +44,23 @@ DEADLINE = 240
 
 
 @pytest.fixture(autouse=True)
-def _one_day(monkeypatch):
+def _fixed_date(monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
 @pytest.fixture
 def spec(model, tmp_path):
-    return written(model, tmp_path / "release.toml")
+    return write_spec(model, tmp_path / "release.toml")
 
 
-def written(model, path):
+def write_spec(model, path):
     """Write a release of three variants."""
     variants = (
         VARIANT.format(name=name, method=method, scheme=scheme)
-        for name, (method, scheme) in MADE.items()
+        for name, (method, scheme) in VARIANTS.items()
     )
     path.write_text(
-        HEAD.format(model=model)
+        SPEC_HEAD.format(model=model)
         + "".join(variants)
         + '[[variant]]\nname = "q8"\nrecipe = {method = "rtn", scales = "absmax"}\ntype = "Q8_0"\n'
     )
@@ -73,11 +73,11 @@ def whole(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
-        release(written(tiny("llama-wide"), directory / "release.toml"), directory / "out")
+        release(write_spec(tiny("llama-wide"), directory / "release.toml"), directory / "out")
     return directory / "out"
 
 
-def joining(spec, out, log_directory):
+def start_joining(spec, out, log_directory):
     """Start a process that takes part; ``log_directory / NAME`` says afterwards that it made a variant."""
 
     def work():
@@ -91,10 +91,10 @@ def joining(spec, out, log_directory):
 def test_three_processes_make_each_variant_once(spec, whole, tmp_path):
     shared, log_directory = tmp_path / "shared", tmp_path / "made"
     log_directory.mkdir()
-    children = [joining(spec, shared, log_directory) for _ in range(3)]
+    children = [start_joining(spec, shared, log_directory) for _ in range(3)]
     assert [ended(child) for child in children] == [0, 0, 0]
     assert {path.name for path in log_directory.iterdir() if "errors" not in path.name} == {
-        *MADE,
+        *VARIANTS,
         "q8",
     }
     assert tree(shared) == tree(whole)
@@ -109,14 +109,14 @@ def test_tuned_and_guided_variants_are_distributed_between_processes(model, tmp_
         "tuned": "tune = 1",
         "guided": "guided_hessians = 1",
     }
-    text = HEAD.format(model=model) + "".join(
+    text = SPEC_HEAD.format(model=model) + "".join(
         variant.format(name=name, method="gptq", scheme="int4:g32:sym", more=more)
         for name, more in alone.items()
     )
     spec, log_directory = tmp_path / "release.toml", tmp_path / "made"
     spec.write_text(text)
     log_directory.mkdir()
-    children = [joining(spec, tmp_path / "shared", log_directory) for _ in range(2)]
+    children = [start_joining(spec, tmp_path / "shared", log_directory) for _ in range(2)]
     assert [ended(child) for child in children] == [0, 0]
     assert {path.name for path in log_directory.iterdir() if "errors" not in path.name} == {*alone}
     release(spec, tmp_path / "one")
@@ -139,24 +139,26 @@ def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
 
     for step in ("block 1: rounding", "scoring"):
         assert ended(until(step)) == -signal.SIGKILL, (log_directory / "errors").read_text()
-    left = [joining(spec, shared, log_directory) for _ in range(2)]
+    left = [start_joining(spec, shared, log_directory) for _ in range(2)]
     assert [ended(child) for child in left] == [0, 0]
     assert tree(shared) == tree(whole)
 
 
 def test_jobs_starts_workers_and_prints_once(spec, whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
+    monkeypatch.setattr(
+        processes, "_start_worker", record_starts(processes._start_worker, started := [])
+    )
     shared = tmp_path / "shared"
     ended_command = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
     assert ended_command.code == 0
     assert [process.returncode for process in started] == [0]
-    assert {line.split()[0] for line in ended_command.out.splitlines()[1:]} >= {*MADE, "q8"}
+    assert {line.split()[0] for line in ended_command.out.splitlines()[1:]} >= {*VARIANTS, "q8"}
     assert ended_command.out.count("q8") == 1
     assert "processes failed" not in ended_command.err
     assert tree(shared) == tree(whole)
 
 
-def counted(start, started):
+def record_starts(start, started):
     """Return ``start``, which adds the processes that it starts to a list."""
 
     def other(argument):
@@ -168,7 +170,9 @@ def counted(start, started):
 
 @pytest.mark.thorough
 def test_a_sweep_with_jobs_matches_a_single_process(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
+    monkeypatch.setattr(
+        processes, "_start_worker", record_starts(processes._start_worker, started := [])
+    )
     common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
     assert command(capsys, *common, "-o", tmp_path / "alone").code == 0

@@ -56,7 +56,7 @@ Start = Callable[[Callable[[], object]], int]
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and nobody wait for long."""
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
@@ -103,7 +103,7 @@ def send(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def appears(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Wait until something is there."""
     deadline = time.monotonic() + 60
     while not condition():
@@ -112,7 +112,7 @@ def appears(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "recipe"),
     [
         ("out.gguf", FILE),
         ("out", replace(GPTQ, tune=2)),  # calibrated blocks, and what is done behind them
@@ -122,12 +122,12 @@ def appears(condition: Callable[[], bool]) -> None:
     ],
 )
 def test_two_processes_write_the_same_bytes_as_one(
-    model: Path, tmp_path: Path, start: Start, name: str, wanted: Recipe
+    model: Path, tmp_path: Path, start: Start, name: str, recipe: Recipe
 ) -> None:
     directories = {kind: tmp_path / kind for kind in ("one", "two", "log")}
     for directory in directories.values():
         directory.mkdir()
-    quantize(model, directories["one"] / name, wanted)
+    quantize(model, directories["one"] / name, recipe)
 
     def worker(own_log: str, other_log: str) -> None:
         def progress(done: Progress) -> None:
@@ -136,9 +136,9 @@ def test_two_processes_write_the_same_bytes_as_one(
                 return
             with (directories["log"] / own_log).open("a") as file:
                 file.write(f"{done.part}\n")
-            appears((directories["log"] / other_log).exists)
+            wait_until((directories["log"] / other_log).exists)
 
-        join(model, directories["two"] / name, wanted, progress=progress)
+        join(model, directories["two"] / name, recipe, progress=progress)
 
     children = [start(partial(worker, "a", "b")), start(partial(worker, "b", "a"))]
     assert [ended(child) for child in children] == [0, 0]
@@ -148,7 +148,7 @@ def test_two_processes_write_the_same_bytes_as_one(
     }
     done = [(directories["log"] / log_name).read_text().split("\n")[:-1] for log_name in "ab"]
     assert all(done)
-    tuned = ["tune", "tune block 0", "tune block 1"] if wanted.tune else []
+    tuned = ["tune", "tune block 0", "tune block 1"] if recipe.tune else []
     assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer", *tuned]
 
 
@@ -198,7 +198,7 @@ def whole(
     return lambda recipe: reference if recipe is PLAIN else calibrated
 
 
-def held(out: Path) -> list[str]:
+def held_units(out: Path) -> list[str]:
     return [path.name for path in (out.parent / UNITS).glob("*/*.held")]
 
 
@@ -211,13 +211,13 @@ def test_another_process_redoes_the_unit_of_a_killed_one(
         join(model, out)
 
     assert ended(start(killed)) == -signal.SIGKILL
-    assert len(held(out)) == 1
+    assert len(held_units(out)) == 1
     join(model, out)
     assert tree(out) == reference
     assert not out.with_name(".out.qf").exists()
 
 
-STOPS = [
+STOP_POINTS = [
     further(UnitOutput, "write", 1),
     (UnitOutput, "write", 9),
     (Claim, "finish", 1),
@@ -225,20 +225,20 @@ STOPS = [
 ]
 
 
-@pytest.mark.parametrize(("place", "name", "number"), STOPS)
+@pytest.mark.parametrize(("owner", "name", "number"), STOP_POINTS)
 def test_a_resumed_process_that_lost_its_unit_changes_nothing(
     model: Path,
     out: Path,
     reference: dict[str, str],
     start: Start,
-    place: object,
+    owner: object,
     name: str,
     number: int,
 ) -> None:
     """It wakes when the result is there."""
 
     def stopped() -> None:
-        before_call(place, name, number, send(signal.SIGSTOP))
+        before_call(owner, name, number, send(signal.SIGSTOP))
         join(model, out)
 
     child = start(stopped)
@@ -262,13 +262,13 @@ def test_two_claims_of_a_unit_do_not_interfere(
 
     first = start(lambda: worker(24))  # a block has 7 matrices of 3 tensors
     assert os.WIFSTOPPED(os.waitpid(first, os.WUNTRACED)[1])
-    assert held(out) == ["0002.1.held"]
+    assert held_units(out) == ["0002.1.held"]
     second = start(lambda: worker(3))
     assert os.WIFSTOPPED(os.waitpid(second, os.WUNTRACED)[1])
-    assert held(out) == ["0002.2.held"]
+    assert held_units(out) == ["0002.2.held"]
     os.kill(first, signal.SIGCONT)
     time.sleep(0.5)
-    assert held(out) == ["0002.2.held"]
+    assert held_units(out) == ["0002.2.held"]
     os.kill(second, signal.SIGCONT)
     assert [ended(first), ended(second)] == [0, 0]
     assert tree(out) == reference
@@ -285,21 +285,21 @@ def test_another_process_redoes_the_calibrated_block_of_a_killed_one(
         join(model, out, GPTQ)
 
     assert ended(start(killed)) == -signal.SIGKILL
-    assert len(held(out)) == 1
+    assert len(held_units(out)) == 1
     join(model, out, GPTQ)
     assert tree(out) == calibrated
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "number"), [(UnitOutput, "write", 9), further(Claim, "finish", 2)]
+    ("owner", "name", "number"), [(UnitOutput, "write", 9), further(Claim, "finish", 2)]
 )
 def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
     model: Path,
     out: Path,
     calibrated: dict[str, str],
     start: Start,
-    place: object,
+    owner: object,
     name: str,
     number: int,
 ) -> None:
@@ -309,11 +309,11 @@ def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
         before_call(owner, name, number, send(signal.SIGSTOP))
         join(model, out, GPTQ)
 
-    first = start(partial(stopped, place, name, number))
+    first = start(partial(stopped, owner, name, number))
     assert os.WIFSTOPPED(os.waitpid(first, os.WUNTRACED)[1])
     second = start(partial(stopped, UnitOutput, "write", 26))
     assert os.WIFSTOPPED(os.waitpid(second, os.WUNTRACED)[1])
-    assert held(out) == ["0001.2.held"]
+    assert held_units(out) == ["0001.2.held"]
     os.kill(first, signal.SIGCONT)
     assert ended(first) == 0
     assert tree(out) == calibrated
@@ -355,9 +355,9 @@ def test_a_worker_takes_over_the_block_it_waits_for(
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
-@pytest.mark.parametrize("harm", ["changed", further("cut"), "removed"])
+@pytest.mark.parametrize("damage", ["changed", further("cut"), "removed"])
 def test_damaged_shared_states_are_refused(
-    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     read = SharedStates.read
 
@@ -366,8 +366,8 @@ def test_damaged_shared_states_are_refused(
         if states.block == 1:
             data = bytearray(path.read_bytes())
             data[9] ^= 1
-            path.write_bytes({"changed": data, "cut": data[:-9]}.get(harm, b""))
-            if harm == "removed":
+            path.write_bytes({"changed": data, "cut": data[:-9]}.get(damage, b""))
+            if damage == "removed":
                 path.unlink()
         return read(states, start, stop)
 
@@ -389,30 +389,30 @@ def test_shared_states_are_removed_after_use(model: Path, out: Path) -> None:
     assert max(map(len, there)) <= 3
 
 
-@pytest.mark.parametrize("wanted", [PLAIN, GPTQ])
+@pytest.mark.parametrize("recipe", [PLAIN, GPTQ])
 def test_a_single_process_resumes_a_shared_run(
-    model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], wanted: Recipe
+    model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], recipe: Recipe
 ) -> None:
     with pytest.raises(StopError):
-        join(model, out, wanted, progress=crash_after("block 0"))
+        join(model, out, recipe, progress=crash_after("block 0"))
     parts: list[str] = []
-    quantize(model, out, wanted, progress=lambda done: parts.append(done.part))
+    quantize(model, out, recipe, progress=lambda done: parts.append(done.part))
     assert [*filter(None, parts)] == ["block 1", "head"]
-    assert tree(out) == whole(wanted)
+    assert tree(out) == whole(recipe)
     assert leftovers(out) == {"out"}
 
 
 # Of plain rounding no block needs what is before it; of GPTQ every one.
 @pytest.mark.parametrize(
-    ("wanted", "crashed"),
+    ("recipe", "crashed"),
     [further(PLAIN, "outer"), further(GPTQ, "outer"), (PLAIN, "block 1"), (GPTQ, "block 0")],
 )
 def test_a_shared_run_keeps_the_work_of_one_process(
-    model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], wanted: Recipe, crashed: str
+    model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], recipe: Recipe, crashed: str
 ) -> None:
     order = ["outer", "block 0", "block 1", "head"]
     with pytest.raises(StopError):
-        quantize(model, out, wanted, progress=crash_after(crashed))
+        quantize(model, out, recipe, progress=crash_after(crashed))
     done: list[str] = []
     notes: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -423,12 +423,12 @@ def test_a_shared_run_keeps_the_work_of_one_process(
             lambda *arguments: done.append(arguments[2].name) or written(*arguments),
         )
         with pytest.raises(StopError):  # and on the way there the shared run crashes, too
-            join(model, out, wanted, progress=crash_after(order[order.index(crashed) + 1]))
-        join(model, out, wanted, note=notes.append)
+            join(model, out, recipe, progress=crash_after(order[order.index(crashed) + 1]))
+        join(model, out, recipe, note=notes.append)
     assert sorted(done) == sorted(order[order.index(crashed) + 1 :])
     kept = order.index(crashed) + 1
     assert notes[0] == f"{kept} of 4 parts are kept, which one process had finished"
-    assert tree(out) == whole(wanted)
+    assert tree(out) == whole(recipe)
     assert leftovers(out) == {"out"}
 
 
@@ -562,17 +562,17 @@ def test_a_nan_weight_ends_a_shared_run_without_leftovers(model: Path, out: Path
 
 
 @pytest.mark.parametrize(
-    ("wanted", "changes", "words"),
+    ("recipe", "changes", "words"),
     [
         (swift("gptq", guided_hessians=1), {}, "--guided-hessians"),
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],
 )
 def test_join_refuses_guided_hessians_and_overwrite(
-    model: Path, out: Path, wanted: Recipe, changes: dict[str, Any], words: str
+    model: Path, out: Path, recipe: Recipe, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        join(model, out, wanted, **changes)
+        join(model, out, recipe, **changes)
     assert leftovers(out) == set()
 
 
@@ -606,15 +606,15 @@ def test_join_option_on_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "harm"), [("model.safetensors", "cut"), ("config.json", "removed")]
+    ("name", "damage"), [("model.safetensors", "cut"), ("config.json", "removed")]
 )
 def test_joining_with_a_damaged_result_is_refused(
-    model: Path, tmp_path: Path, name: str, harm: str
+    model: Path, tmp_path: Path, name: str, damage: str
 ) -> None:
     out = tmp_path / "out"
     join(model, out)
     join(model, out)  # whole: it is there already
-    if harm == "removed":
+    if damage == "removed":
         (out / name).unlink()
     else:
         os.truncate(out / name, 10)
@@ -648,6 +648,6 @@ def test_a_block_with_unwritable_states_is_not_finished(
             join(model, out, GPTQ)
     done = sorted(path.name[:4] for path in (out.parent / UNITS).glob("*/*.done"))
     assert done == ["0000"]  # what is outside of the blocks
-    assert held(out) == []
+    assert held_units(out) == []
     join(model, out, GPTQ)
     assert tree(out) == calibrated

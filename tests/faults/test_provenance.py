@@ -143,7 +143,9 @@ def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):
 
 @pytest.mark.parametrize(("first", "second"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
 def test_diff_handles_zero_nan_and_infinite_tensors(first, second, model, tmp_path, capsys):
-    changed = [filled(model, tmp_path / name, x) for name, x in (("a", first), ("b", second))]
+    changed = [
+        copy_with_norm(model, tmp_path / name, x) for name, x in (("a", first), ("b", second))
+    ]
     differences = difference(*changed)
     assert set(differences.tensors.values()) == {-math.inf}
     assert not differences.equal
@@ -151,7 +153,7 @@ def test_diff_handles_zero_nan_and_infinite_tensors(first, second, model, tmp_pa
     assert all(difference(each, each).equal for each in changed)
 
 
-def filled(model: Path, out: Path, value: float) -> Path:
+def copy_with_norm(model: Path, out: Path, value: float) -> Path:
     """Return a copy of a model whose last norm is one value."""
     shard = copied(model, out) / "model.safetensors"
     tensors = load_file(shard)
@@ -199,14 +201,14 @@ def test_a_repeated_publication_lists_the_same_files(model, out, monkeypatch):
     plain.parent.mkdir()
     quantize(model, plain, recipe(bits=8), provenance=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Stage, "publish", raising)
+        patch.setattr(Stage, "publish", raise_stop)
         with pytest.raises(StopError):
             quantize(model, out, recipe(bits=8), provenance=True)
     assert quantize(model, out, recipe(bits=8), provenance=True).resumed
     assert tree(out) == tree(plain)
 
 
-def raising(stage: Stage) -> None:
+def raise_stop(stage: Stage) -> None:
     raise StopError
 
 

@@ -132,7 +132,9 @@ def test_the_lock_records_the_publication_before_the_swap(tmp_path: Path) -> Non
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refused(out: Path, overwrite: bool, kind: type[QuantForgeError], source: Path | None) -> str:
+def refusal_text(
+    out: Path, overwrite: bool, kind: type[QuantForgeError], source: Path | None
+) -> str:
     before = content(out) if out.is_dir() else None
     with pytest.raises(kind) as caught, Stage(out, overwrite, source):
         pass
@@ -144,30 +146,30 @@ def refused(out: Path, overwrite: bool, kind: type[QuantForgeError], source: Pat
 def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    assert "--overwrite" in refused(out, False, RefusedError, None)
+    assert "--overwrite" in refusal_text(out, False, RefusedError, None)
     with Stage(out, overwrite=True) as stage:  # an empty directory may be replaced
         fill(stage, "old")
         stage.publish()
-    assert "--overwrite" in refused(out, False, RefusedError, None)
+    assert "--overwrite" in refusal_text(out, False, RefusedError, None)
     (out / MANIFEST).unlink()
-    assert "is not a result of quantforge" in refused(out, True, RefusedError, None)
+    assert "is not a result of quantforge" in refusal_text(out, True, RefusedError, None)
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to("out")
     for overwrite in (False, True):
-        assert "is a file" in refused(file, overwrite, RefusedError, None)
-        assert "is a link" in refused(link, overwrite, RefusedError, None)
+        assert "is a file" in refusal_text(file, overwrite, RefusedError, None)
+        assert "is a link" in refusal_text(link, overwrite, RefusedError, None)
     assert not [name for name in beside(out) if name.endswith("stage")]
 
 
-@pytest.mark.parametrize("place", ["model", "model/out", "model/a/../out", ".", "link"])
-def test_an_output_that_overlaps_the_model_is_refused(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("location", ["model", "model/out", "model/a/../out", ".", "link"])
+def test_an_output_that_overlaps_the_model_is_refused(tmp_path: Path, location: str) -> None:
     model = tmp_path / "work/model"
     (model / "a").mkdir(parents=True)
     (model / MANIFEST).touch()
     (tmp_path / "work/link").symlink_to("model")
-    out = tmp_path / "work" / place
-    message = refused(out, True, UsageError, model)
+    out = tmp_path / "work" / location
+    message = refusal_text(out, True, UsageError, model)
     assert "overlaps the model" in message
     with Stage(tmp_path / "work/model2", True, model):
         pass
@@ -177,15 +179,15 @@ def test_an_output_without_a_valid_location_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "mkdir -p" in refused(tmp_path / "a/b", False, InputError, None)
-    assert "no name" in refused(Path(), False, UsageError, None)
+    assert "mkdir -p" in refusal_text(tmp_path / "a/b", False, InputError, None)
+    assert "no name" in refusal_text(Path(), False, UsageError, None)
     (tmp_path / "inner").mkdir()
-    assert "no name" in refused(tmp_path / "inner" / "..", False, UsageError, None)
-    assert "too long" in refused(tmp_path / ("x" * 255), False, InputError, None)
-    assert "cannot write here" in refused(Path("/proc/out"), False, InputError, None)
+    assert "no name" in refusal_text(tmp_path / "inner" / "..", False, UsageError, None)
+    assert "too long" in refusal_text(tmp_path / ("x" * 255), False, InputError, None)
+    assert "cannot write here" in refusal_text(Path("/proc/out"), False, InputError, None)
     (tmp_path / "loop").symlink_to("loop")
-    assert "symbolic links" in refused(tmp_path / "loop/out", False, InputError, None)
-    assert "is a link" in refused(tmp_path / "loop", False, RefusedError, None)
+    assert "symbolic links" in refusal_text(tmp_path / "loop/out", False, InputError, None)
+    assert "is a link" in refusal_text(tmp_path / "loop", False, RefusedError, None)
 
 
 def test_output_names_with_spaces_work(tmp_path: Path) -> None:

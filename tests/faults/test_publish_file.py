@@ -19,9 +19,9 @@ from tests.releases import FAST, Failing, manifest_of, text_of
 from tests.runs import quantize, recipe, tree
 from tests.thorough import each_value
 
-ONE = ("m.gguf",)
-TWO = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
-THREE = tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))
+ONE_FILE = ("m.gguf",)
+TWO_FILES = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+THREE_FILES = tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))
 
 
 class KilledError(BaseException):
@@ -48,7 +48,7 @@ def visible(out: Path) -> dict[str, str]:
     }
 
 
-@each_value(("new", [ONE, TWO]), ("old", [(), ONE, THREE]))
+@each_value(("new", [ONE_FILE, TWO_FILES]), ("old", [(), ONE_FILE, THREE_FILES]))
 def test_the_next_run_finishes_a_publication_killed_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: tuple[str, ...], new: tuple[str, ...]
 ) -> None:
@@ -133,20 +133,20 @@ def test_an_existing_output_is_described_with_an_alternative_name(tmp_path):
     assert "demo-4.06bpw-2," in refused.value.hint
 
 
-def no_manifest(source: Path, target: Path) -> None:
+def kill_before_manifest(source: Path, target: Path) -> None:
     if target.name.endswith(MANIFEST_SUFFIX) and target.parent.name != "stage":
         raise KilledError
     source.rename(target)
 
 
-def killed_by(*arguments: object) -> None:
+def raise_killed(*arguments: object) -> None:
     raise KilledError
 
 
 # What stands for a kill in the last step of publishing, or right after it.
 KILLS = {
-    "m.gguf": ("quantforge.api.output.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
-    "m": ("quantforge.execution.journal.Journal.remove", killed_by),
+    "m.gguf": ("quantforge.api.output.FileStage", partial(FileStage, disk=replace(DISK, rename=kill_before_manifest))),
+    "m": ("quantforge.execution.journal.Journal.remove", raise_killed),
 }  # fmt: skip
 RECIPES = {
     "m.gguf": recipe(type="Q4_0", format="gguf", scales="absmax"),

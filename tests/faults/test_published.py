@@ -17,7 +17,7 @@ LINES = "".join(json.dumps({"body": f"{number} {TEXT[:400]}"}) + "\n" for number
 
 
 @pytest.fixture
-def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home, a place for temporary files and a working directory with a model and texts, all with telling names."""
     for name in ("home", "scratch", "work"):
         (tmp_path / f"telltale-{name}").mkdir()
@@ -36,29 +36,29 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def telling(folder: Path) -> list[str]:
+def files_with_paths(folder: Path) -> list[str]:
     """Files that hold a path of this machine."""
     return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*"))
             if path.is_file() and b"telltale-" in path.read_bytes()]  # fmt: skip
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
     ended = command(capsys, *words)
     assert ended.code == code, ended.err
     return ended.out + ended.err
 
 
-def test_no_written_file_contains_a_local_path(place, capsys):
+def test_no_written_file_contains_a_local_path(workdir, capsys):
     """Every verb that writes, with every option that names a file, given as absolute paths."""
-    texts, out = place / "texts", place.parent / "out"
+    texts, out = workdir / "texts", workdir.parent / "out"
     (out / "h").mkdir(parents=True)
     source = f"{texts / 'talks.txt'}=3,{texts / 'mails.jsonl'}:body"
     typed = ("--calibration", source, *ROWS, "--provenance")
-    run(capsys, "quantize", place / "wren", "--method", "gptq", "-o", out / "a", *typed)
-    run(
+    run_command(capsys, "quantize", workdir / "wren", "--method", "gptq", "-o", out / "a", *typed)
+    run_command(
         capsys,
         "quantize",
-        place / "wren",
+        workdir / "wren",
         "--type",
         "Q4_0",
         "--modelfile",
@@ -66,10 +66,10 @@ def test_no_written_file_contains_a_local_path(place, capsys):
         out / "b.gguf",
         *typed,
     )
-    run(
+    run_command(
         capsys,
         "quantize",
-        place / "wren",
+        workdir / "wren",
         "--type",
         "Q4_0",
         "--imatrix",
@@ -78,8 +78,10 @@ def test_no_written_file_contains_a_local_path(place, capsys):
         out / "c.gguf",
         *typed,
     )
-    run(capsys, "quantize", place / "wren", "--imatrix", out / "i.dat", "-o", out / "d", *typed)
-    run(
+    run_command(
+        capsys, "quantize", workdir / "wren", "--imatrix", out / "i.dat", "-o", out / "d", *typed
+    )
+    run_command(
         capsys,
         "export",
         out / "a",
@@ -90,7 +92,7 @@ def test_no_written_file_contains_a_local_path(place, capsys):
         "--allow-inexact",
         "--provenance",
     )
-    run(
+    run_command(
         capsys,
         "export",
         out / "a",
@@ -100,22 +102,22 @@ def test_no_written_file_contains_a_local_path(place, capsys):
         texts / "talks.txt",
         "--allow-inexact",
     )
-    run(capsys, "export", place / "wren", "--format", "plain", "-o", out / "g")
+    run_command(capsys, "export", workdir / "wren", "--format", "plain", "-o", out / "g")
     reports = [word for kind in ("md", "html", "json") for word in ("--report", out / f"r.{kind}")]
-    run(capsys, "eval", place / "wren", out / "a", out / "c.gguf", "--text", texts / "talks.txt",
+    run_command(capsys, "eval", workdir / "wren", out / "a", out / "c.gguf", "--text", texts / "talks.txt",
         "--windows", "2", "--length", "32", "--no-speed", *reports)  # fmt: skip
-    run(
+    run_command(
         capsys,
         "reproduce",
         out / "a",
         "--source",
-        place / "wren",
+        workdir / "wren",
         "--calibration",
         source,
         "-o",
         out / "h" / "a",
     )
-    assert telling(out) == []
+    assert files_with_paths(out) == []
     assert len(list(out.rglob("*"))) > 30
     recorded = manifest.read_manifest(out / "a")
     assert recorded["calibration"]["sources"] == ["talks.txt", "mails.jsonl:body"]
@@ -127,56 +129,58 @@ def test_no_written_file_contains_a_local_path(place, capsys):
         read_gguf(out / "b.gguf").value("quantize.imatrix.dataset", str)
         == "talks.txt=3,mails.jsonl:body"
     )
-    assert telling(place / "wren") == ["config.json"]  # the source is never changed
+    assert files_with_paths(workdir / "wren") == ["config.json"]  # the source is never changed
 
 
-def test_the_location_of_the_calibration_text_changes_no_byte(place, capsys):
+def test_the_location_of_the_calibration_text_changes_no_byte(workdir, capsys):
     for folder in ("x", "y"):
-        (place / folder).mkdir()
-        shutil.copy(place / "texts" / "talks.txt", place / folder / "talks.txt")
-        run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", f"{folder}/m", "--calibration",
+        (workdir / folder).mkdir()
+        shutil.copy(workdir / "texts" / "talks.txt", workdir / folder / "talks.txt")
+        run_command(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", f"{folder}/m", "--calibration",
             f"{folder}/talks.txt")  # fmt: skip
-    assert tree(place / "x" / "m") == tree(place / "y" / "m")
+    assert tree(workdir / "x" / "m") == tree(workdir / "y" / "m")
 
 
-def test_reproduce_needs_the_same_calibration_text(place, capsys):
-    text = place / "texts" / "talks.txt"
-    run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "m", "--calibration", text)
+def test_reproduce_needs_the_same_calibration_text(workdir, capsys):
+    text = workdir / "texts" / "talks.txt"
+    run_command(
+        capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "m", "--calibration", text
+    )
     again = ("reproduce", "m", "--source", "wren")
-    output = run(capsys, *again, code=3)
+    output = run_command(capsys, *again, code=3)
     assert (
         f"--calibration 'talks.txt', with the paths of its files here: SHA-256 {manifest.sha256(text, None)}"
         in output
     )
-    other = place / "renamed.md"
+    other = workdir / "renamed.md"
     shutil.copy(text, other)
-    assert "byte for byte" in run(capsys, *again, "--calibration", other)
+    assert "byte for byte" in run_command(capsys, *again, "--calibration", other)
     other.write_text(TEXT + "x")
-    assert "not the content that the recipe states" in run(
+    assert "not the content that the recipe states" in run_command(
         capsys, *again, "--calibration", other, code=5
     )
-    run(capsys, *again, "--calibration", f"{text}=2,builtin=1", code=5)
-    run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "n")
-    assert "leave --calibration out" in run(
+    run_command(capsys, *again, "--calibration", f"{text}=2,builtin=1", code=5)
+    run_command(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "n")
+    assert "leave --calibration out" in run_command(
         capsys, "reproduce", "n", *again[2:], "--calibration", text, code=2
     )
 
 
-def test_reproduce_checks_the_digest_of_the_imatrix(place, capsys):
+def test_reproduce_checks_the_digest_of_the_imatrix(workdir, capsys):
     arguments = ("quantize", "wren", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "m.gguf", *ROWS)
-    run(capsys, *arguments)
+    run_command(capsys, *arguments)
     again = ("reproduce", "m.gguf", "--source", "wren")
-    digest = manifest.sha256(place / "i.gguf", None)
-    assert f"--imatrix FILE, of SHA-256 {digest}" in run(capsys, *again, code=3)
-    assert "byte for byte" in run(capsys, *again, "--imatrix", "i.gguf")
-    (place / "i.gguf").rename(place / "j.gguf")
+    digest = manifest.sha256(workdir / "i.gguf", None)
+    assert f"--imatrix FILE, of SHA-256 {digest}" in run_command(capsys, *again, code=3)
+    assert "byte for byte" in run_command(capsys, *again, "--imatrix", "i.gguf")
+    (workdir / "i.gguf").rename(workdir / "j.gguf")
     other = ("--imatrix", "i.gguf", "--calibration", "texts/talks.txt")
-    run(capsys, "quantize", "wren", "--type", "Q4_0", *other, "-o", "n.gguf", *ROWS)
-    assert "not the content" in run(capsys, *again, "--imatrix", "i.gguf", code=5)
+    run_command(capsys, "quantize", "wren", "--type", "Q4_0", *other, "-o", "n.gguf", *ROWS)
+    assert "not the content" in run_command(capsys, *again, "--imatrix", "i.gguf", code=5)
 
 
-def test_requantizing_export_checks_the_calibration_text(place, capsys):
-    run(
+def test_requantizing_export_checks_the_calibration_text(workdir, capsys):
+    run_command(
         capsys,
         "quantize",
         "wren",
@@ -189,6 +193,6 @@ def test_requantizing_export_checks_the_calibration_text(place, capsys):
         "texts/talks.txt",
     )
     again = ("export", "m", "--type", "Q4_0", "--source", "wren", "-o", "n.gguf")
-    assert "SHA-256" in run(capsys, *again, code=3)
-    run(capsys, *again, "--calibration", "texts/mails.jsonl:body", code=5)
-    run(capsys, *again, "--calibration", "texts/talks.txt")
+    assert "SHA-256" in run_command(capsys, *again, code=3)
+    run_command(capsys, *again, "--calibration", "texts/mails.jsonl:body", code=5)
+    run_command(capsys, *again, "--calibration", "texts/talks.txt")

@@ -17,7 +17,7 @@ from quantforge.settings import Settings
 from tests.runs import command, ended, forked, tree
 from tests.thorough import further
 
-HEAD = """model = "{model}"
+SPEC_HEAD = """model = "{model}"
 [calibration]
 samples = 4
 length = 16
@@ -38,18 +38,18 @@ Q8 = '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
 
 
 @pytest.fixture(autouse=True)
-def _one_day(monkeypatch):
+def _fixed_date(monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
-def written(tmp_path, model, *parts):
+def write_spec(tmp_path, model, *parts):
     path = tmp_path / "release.toml"
-    path.write_text(HEAD.format(model=model) + "".join(parts))
+    path.write_text(SPEC_HEAD.format(model=model) + "".join(parts))
     return path
 
 
 def test_a_killed_release_resumes_and_can_be_extended(model, tmp_path, capsys):
-    spec, errors = written(tmp_path, model, INT4, Q8), tmp_path / "errors"
+    spec, errors = write_spec(tmp_path, model, INT4, Q8), tmp_path / "errors"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     result = release(spec, whole)
     assert result.made == ("int4", "q8")
@@ -104,24 +104,24 @@ def uploads(out, *typed):
     return sorted(ran.stdout.splitlines(), reverse=True)
 
 
-@pytest.mark.parametrize("stated", ["acme/demo", ""])
-def test_repository_names_contain_the_model_name_once(stated, tmp_path):
+@pytest.mark.parametrize("declared", ["acme/demo", ""])
+def test_repository_names_contain_the_model_name_once(declared, tmp_path):
     out = tmp_path / "made"
     out.mkdir()
     names = ("demo-vllm-4bit", "demo", "other-demo-mlx")
     variants = [ReleasedVariant(name, out / name, "awq", "awq", 1, {}, ()) for name in names]
-    (out / "upload.sh").write_text(upload_script(stated, variants))
+    (out / "upload.sh").write_text(upload_script(declared, variants))
     for name in names:
         (out / name).mkdir()
     cards = [
         f"{variant_repository('acme/demo', variant.out)} awq/{variant.name}" for variant in variants
     ]
     assert cards[0] == "acme/demo-vllm-4bit awq/demo-vllm-4bit"
-    assert uploads(out, *([] if stated else ["acme/demo"])) == sorted(cards, reverse=True)
+    assert uploads(out, *([] if declared else ["acme/demo"])) == sorted(cards, reverse=True)
 
 
 def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
-    spec, out = written(tmp_path, model, RTN4, Q8), tmp_path / "out"
+    spec, out = write_spec(tmp_path, model, RTN4, Q8), tmp_path / "out"
     release(spec, out)
     card = out / "compressed-tensors/int4/README.md"
     before = card.read_text()
@@ -157,7 +157,7 @@ def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
 @pytest.mark.parametrize("repository", [further(""), "acme/demo"])
 def test_the_printed_publish_command_works(repository, model, tmp_path, capsys):
     card = f'[card]\nrepository = "{repository}"\n' if repository else ""
-    spec, out = written(tmp_path, model, Q8, card), tmp_path / "an out"
+    spec, out = write_spec(tmp_path, model, Q8, card), tmp_path / "an out"
     stderr = command(capsys, "release", spec, "-o", out).err
     typed = stderr.partition("to publish it: ")[2].splitlines()[0]
     tools = tmp_path / "tools"
@@ -172,7 +172,7 @@ def test_the_printed_publish_command_works(repository, model, tmp_path, capsys):
 
 
 def test_a_variant_that_fails_a_gate_is_not_uploaded(model, tmp_path, capsys):
-    spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
+    spec = write_spec(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"
     summary = tmp_path / "summary"
     ended_command = command(capsys, "release", spec, "-o", out, "--summary", summary)
@@ -201,7 +201,7 @@ def test_a_variant_that_fails_a_gate_is_not_uploaded(model, tmp_path, capsys):
 
 def test_all_invalid_variants_are_named_and_nothing_is_written(model, tmp_path, capsys):
     bad = '[[variant]]\nname = "{}"\nformat = "awq"\nscheme = "int3:g32:sym"\n'
-    spec = written(tmp_path, model, INT4, bad.format("one"), bad.format("two"))
+    spec = write_spec(tmp_path, model, INT4, bad.format("one"), bad.format("two"))
     for more in ((), ("--dry-run",)):
         ended_command = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
         assert ended_command.code == 4
@@ -211,7 +211,7 @@ def test_all_invalid_variants_are_named_and_nothing_is_written(model, tmp_path, 
 
 
 def test_a_release_refuses_foreign_and_different_outputs(model, tmp_path, capsys):
-    spec, out = written(tmp_path, model, Q8), tmp_path / "out"
+    spec, out = write_spec(tmp_path, model, Q8), tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("kept")
     with pytest.raises(RefusedError, match="no release"):
@@ -222,7 +222,7 @@ def test_a_release_refuses_foreign_and_different_outputs(model, tmp_path, capsys
     assert not out.exists()
     release(spec, out)
     before = tree(out)
-    written(
+    write_spec(
         tmp_path,
         model,
         INT4.replace("int4", "q8", 1)
@@ -238,7 +238,7 @@ def test_a_release_refuses_foreign_and_different_outputs(model, tmp_path, capsys
 def test_an_invalid_release_directory_is_refused_before_work(model, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(model, source)
-    spec = written(tmp_path, source, Q8)
+    spec = write_spec(tmp_path, source, Q8)
     (tmp_path / "file").touch()
     before = {*tmp_path.rglob("*")}
     for output, code, words in (
@@ -253,9 +253,9 @@ def test_an_invalid_release_directory_is_refused_before_work(model, tmp_path, ca
 
 def test_overwrite_replaces_only_variants_that_differ(model, tmp_path):
     out = tmp_path / "out"
-    release(written(tmp_path, model, RTN4, Q8), out)
+    release(write_spec(tmp_path, model, RTN4, Q8), out)
     changed = RTN4.replace("int4:g32", "int3:g32")
-    spec = written(tmp_path, model, changed, Q8)
+    spec = write_spec(tmp_path, model, changed, Q8)
     with pytest.raises(RefusedError, match="differs from what would be made in"):
         release(spec, out)
     assert release(spec, out, Settings(overwrite=True)).made == ("int4",)
@@ -265,7 +265,7 @@ def test_overwrite_replaces_only_variants_that_differ(model, tmp_path):
 
 
 def test_provenance_is_written_for_every_variant_and_listed(model, tmp_path):
-    spec, out = written(tmp_path, model, Q8, RTN4), tmp_path / "out"
+    spec, out = write_spec(tmp_path, model, Q8, RTN4), tmp_path / "out"
     release(spec, out)
     with pytest.raises(RefusedError, match="provenance"):
         release(spec, out, Settings(provenance=True))

@@ -10,7 +10,7 @@ import pytest
 from tests.runs import command, tree
 from tests.thorough import each_value, further
 
-HEAD = """model = "{model}"
+SPEC_HEAD = """model = "{model}"
 [calibration]
 samples = 4
 length = 16
@@ -25,17 +25,17 @@ format = "compressed-tensors"
 
 
 @pytest.fixture(autouse=True)
-def _one_day(monkeypatch, tmp_path):
+def _fixed_date(monkeypatch, tmp_path):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.chdir(tmp_path)
 
 
-def written(path, model, *parts):
-    path.write_text(HEAD.format(model=model) + "".join(parts or (Q8,)))
+def write_spec(path, model, *parts):
+    path.write_text(SPEC_HEAD.format(model=model) + "".join(parts or (Q8,)))
     return path
 
 
-def typed(capsys, stderr):
+def run_hint(capsys, stderr):
     """Type what a hint says behind its colon."""
     hint = stderr.partition("hint: ")[2].splitlines()[0]
     return command(capsys, "release", *shlex.split(hint.rpartition(": ")[2]))
@@ -45,36 +45,36 @@ def test_a_directory_as_release_file_gets_a_usable_hint(model, tmp_path, capsys)
     directory = tmp_path / "a place"
     directory.mkdir()
     for name in ("release.toml", "own.toml"):
-        written(directory / name, model)
+        write_spec(directory / name, model)
         ended = command(capsys, "release", "a place")
         assert (ended.code, "is a directory" in ended.err) == (3, True)
-        assert typed(capsys, ended.err).code == 0
+        assert run_hint(capsys, ended.err).code == 0
         (directory / name).unlink()
     empty = command(capsys, "release", "a place")
     assert "holds no .toml file" in empty.err
 
 
 def test_a_release_directory_argument_gets_a_usable_hint(model, tmp_path, capsys):
-    written(tmp_path / "x.toml", model)
+    write_spec(tmp_path / "x.toml", model)
     assert command(capsys, "release", "x.toml", "-o", "made").code == 0
     before = tree(tmp_path / "made")
     ended = command(capsys, "release", "made")
     assert ended.code == 3
-    assert typed(capsys, ended.err).code == 0
+    assert run_hint(capsys, ended.err).code == 0
     assert tree(tmp_path / "made") == before
     assert {path.name for path in tmp_path.iterdir()} == {"x.toml", "made"}
 
 
 @each_value(
-    ("gone", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"]),
+    ("deleted", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"]),
     ("join", [(), ("--join",)]),
 )
-def test_a_deleted_release_file_is_remade_by_the_hint(model, tmp_path, capsys, gone, join):
-    written(tmp_path / "x.toml", model, Q8, INT4)
+def test_a_deleted_release_file_is_remade_by_the_hint(model, tmp_path, capsys, deleted, join):
+    write_spec(tmp_path / "x.toml", model, Q8, INT4)
     arguments = ("release", "x.toml", "-o", "an out", *join)
     assert command(capsys, *arguments).code == 0
     before = tree(tmp_path / "an out")
-    (tmp_path / "an out" / gone).unlink()
+    (tmp_path / "an out" / deleted).unlink()
     for more in ((), ("--dry-run",)):
         ended = command(capsys, *arguments, *more)
         assert ended.code == 4
@@ -89,7 +89,7 @@ def test_a_deleted_release_file_is_remade_by_the_hint(model, tmp_path, capsys, g
 
 @pytest.mark.parametrize("scored", [further(""), SCORED])
 def test_overwrite_remakes_deleted_release_files(model, tmp_path, capsys, scored):
-    written(tmp_path / "x.toml", model, scored, Q8, INT4)
+    write_spec(tmp_path / "x.toml", model, scored, Q8, INT4)
     arguments = ("release", "x.toml", "-o", "out")
     assert command(capsys, *arguments).code == 0
     before = tree(tmp_path / "out")

@@ -11,7 +11,7 @@ from quantforge.api import release, sweep
 from quantforge.errors import InputError, IntegrityError, RefusedError
 from tests.runs import command, tree
 
-HEAD = """model = "{model}"
+SPEC_HEAD = """model = "{model}"
 [calibration]
 samples = 4
 length = 16
@@ -29,17 +29,17 @@ format = "compressed-tensors"
 
 
 @pytest.fixture(autouse=True)
-def _one_day(monkeypatch):
+def _fixed_date(monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
-def written(tmp_path, model, *parts, text="builtin"):
+def write_spec(tmp_path, model, *parts, text="builtin"):
     path = tmp_path / "asked.toml"
-    path.write_text(HEAD.format(model=model, text=text) + "".join(parts))
+    path.write_text(SPEC_HEAD.format(model=model, text=text) + "".join(parts))
     return path
 
 
-def states(directory):
+def file_states(directory):
     return {
         str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino)
         for path in directory.rglob("*") if path.is_file()
@@ -47,7 +47,7 @@ def states(directory):
 
 
 def test_a_directory_with_foreign_files_is_not_a_release(model, tmp_path, capsys):
-    spec, project = written(tmp_path, model, Q8), tmp_path / "project"
+    spec, project = write_spec(tmp_path, model, Q8), tmp_path / "project"
     project.mkdir()
     (project / "release.toml").write_bytes(spec.read_bytes())  # as `-o .` beside the file finds it
     for name in ("upload.sh", "SHA256SUMS", "evaluation.md"):
@@ -66,7 +66,7 @@ def test_a_directory_with_foreign_files_is_not_a_release(model, tmp_path, capsys
 
 
 def test_a_partial_file_of_a_killed_release_does_not_block(model, tmp_path):
-    spec, out = written(tmp_path, model, Q8), tmp_path / "out"
+    spec, out = write_spec(tmp_path, model, Q8), tmp_path / "out"
     out.mkdir()
     (out / ".release.json.0123abcd.part").touch()
     assert release(spec, out).made == ("q8",)
@@ -74,8 +74,8 @@ def test_a_partial_file_of_a_killed_release_does_not_block(model, tmp_path):
 
 def test_unwritable_release_paths_are_refused_before_work(model, tmp_path):
     out = tmp_path / "out"
-    release(written(tmp_path, model, Q8), out)
-    spec = written(tmp_path, model, Q8, INT4)
+    release(write_spec(tmp_path, model, Q8), out)
+    spec = write_spec(tmp_path, model, Q8, INT4)
     for path, spoil in (
         ("SHA256SUMS", lambda target: target.symlink_to(tmp_path / "elsewhere")),
         ("upload.sh", lambda target: target.mkdir()),
@@ -86,10 +86,10 @@ def test_unwritable_release_paths_are_refused_before_work(model, tmp_path):
         if target.exists():
             target.rename(kept)
         spoil(target)
-        before = states(out)
+        before = file_states(out)
         with pytest.raises((InputError, RefusedError), match=path):
             release(spec, out)
-        assert states(out) == before
+        assert file_states(out) == before
         target.rmdir() if target.is_dir() and not target.is_symlink() else target.unlink()
         if kept.exists():
             kept.rename(target)
@@ -97,16 +97,16 @@ def test_unwritable_release_paths_are_refused_before_work(model, tmp_path):
 
 
 def test_repeating_a_finished_release_touches_no_file(model, tmp_path):
-    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    spec, out = write_spec(tmp_path, model, Q8, INT4), tmp_path / "out"
     release(spec, out)
-    before = states(out)
+    before = file_states(out)
     assert release(spec, out).made == ()
-    assert states(out) == before
+    assert file_states(out) == before
 
 
 def test_a_changed_evaluation_text_is_scored_again(model, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
-    spec = written(tmp_path, model, Q8, text=text)
+    spec = write_spec(tmp_path, model, Q8, text=text)
     text.write_text("one two three four " * 40)
     (first,) = release(spec, out).variants
     text.write_text("five six seven eight nine " * 40)
@@ -118,7 +118,7 @@ def test_a_changed_evaluation_text_is_scored_again(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"])
 def test_a_damaged_variant_is_refused(name, model, tmp_path):
-    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    spec, out = write_spec(tmp_path, model, Q8, INT4), tmp_path / "out"
     release(spec, out)
     data = (out / name).read_bytes()
     (out / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -129,23 +129,25 @@ def test_a_damaged_variant_is_refused(name, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "there is no file"), ("short", "nothing to score")]
+    ("content", "message"), [(None, "there is no file"), ("short", "nothing to score")]
 )
-def test_an_unusable_evaluation_text_is_refused_before_work(content, said, model, tmp_path, capsys):
+def test_an_unusable_evaluation_text_is_refused_before_work(
+    content, message, model, tmp_path, capsys
+):
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_text(content)
-    spec, before = written(tmp_path, model, Q8, text=text), {*tmp_path.iterdir()}
+    spec, before = write_spec(tmp_path, model, Q8, text=text), {*tmp_path.iterdir()}
     for more in ((), ("--dry-run",)):
         ended = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
-        assert (ended.code, said in ended.err) == (3, True), ended.err
-    with pytest.raises(InputError, match=said):
+        assert (ended.code, message in ended.err) == (3, True), ended.err
+    with pytest.raises(InputError, match=message):
         sweep(model, {"bits": [4, 8]}, tmp_path / "swept", measured={"text": str(text)})
     assert {*tmp_path.iterdir()} - {spec} == before - {spec}
 
 
 def test_the_upload_script_stops_when_a_file_is_missing(model, tmp_path):
-    release(written(tmp_path, model, Q8), tmp_path / "out")
+    release(write_spec(tmp_path, model, Q8), tmp_path / "out")
     (tmp_path / "hf").write_text("#!/bin/sh\necho uploaded\n")
     (tmp_path / "hf").chmod(0o755)
     (tmp_path / "out/gguf/q8.gguf").rename(tmp_path / "away")
@@ -159,7 +161,7 @@ def test_the_upload_script_stops_when_a_file_is_missing(model, tmp_path):
 
 
 def test_the_upload_script_ignores_cdpath(model, tmp_path):
-    release(written(tmp_path, model, Q8), tmp_path / "out")
+    release(write_spec(tmp_path, model, Q8), tmp_path / "out")
     (tmp_path / "others/out").mkdir(parents=True)
     (tmp_path / "hf").write_text("#!/bin/sh\npwd\n")
     (tmp_path / "hf").chmod(0o755)

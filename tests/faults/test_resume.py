@@ -132,9 +132,9 @@ def test_a_journal_of_an_older_schema_is_refused(model, out):
     fingerprint.write_text(json.dumps(recorded))
     with pytest.raises(
         IntegrityError, match=r"a journal of schema quantforge\.journal/1"
-    ) as refused:
+    ) as refused_resume:
         quantize(model, out, recipe)
-    assert "--overwrite" in refused.value.hint
+    assert "--overwrite" in refused_resume.value.hint
     assert not quantize(model, out, recipe, overwrite=True).resumed  # which begins anew
 
 
@@ -152,12 +152,12 @@ def test_resume_after_measured_ranges_writes_the_same_bytes(tiny, out, method, v
     assert tree(out) == tree(out.with_name("m"))
 
 
-def begun(model: Path, out: Path) -> None:
+def begin_run(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
 
 
-def refused(model: Path, out: Path, **changes: object) -> QuantForgeError:
+def refused_resume(model: Path, out: Path, **changes: object) -> QuantForgeError:
     with pytest.raises(IntegrityError) as bad:
         quantize(model, out, swift("gptq", **changes))
     assert bad.value.exit_code == 5
@@ -166,8 +166,8 @@ def refused(model: Path, out: Path, **changes: object) -> QuantForgeError:
 
 
 def test_resume_with_another_recipe_is_refused(model, out):
-    begun(model, out)
-    error = refused(model, out, bits=3)
+    begin_run(model, out)
+    error = refused_resume(model, out, bits=3)
     assert error.message.endswith("differs in: bits: unset there, 3 here")
     assert f"with --overwrite, or after rm -r {out.parent / JOURNAL_FILE}" in error.hint
     assert quantize(model, out, swift("gptq")).resumed  # with the first it goes on
@@ -175,7 +175,7 @@ def test_resume_with_another_recipe_is_refused(model, out):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_overwrite_discards_an_unfinished_run_of_another_recipe(model, out, damaged):
-    begun(model, out)
+    begin_run(model, out)
     if damaged:
         with (out.parent / JOURNAL_FILE / "journal.jsonl").open("ab") as file:
             file.write(b"?\n")
@@ -193,7 +193,7 @@ def test_overwrite_discards_an_unfinished_run_of_another_recipe(model, out, dama
 
 
 def test_overwrite_reports_the_discarded_run(model, out, capsys):
-    begun(model, out)
+    begin_run(model, out)
     arguments = ("--method", "rtn", "--scales", "absmax", "-o", out, "--overwrite")
     ended = command(capsys, "quantize", model, *arguments)
     assert ended.code == 0
@@ -201,24 +201,24 @@ def test_overwrite_reports_the_discarded_run(model, out, capsys):
 
 
 def test_overwrite_resumes_its_own_run(model, out):
-    begun(model, out)
+    begin_run(model, out)
     assert quantize(model, out, swift("gptq"), overwrite=True).resumed
 
 
 def test_resume_with_other_calibration_options_is_refused(model, out):
-    begun(model, out)
+    begin_run(model, out)
     changed = CalibrationOptions(samples=6, length=24, micro_batch=4, seed=1)
-    assert "calibration" in refused(model, out, calibration=changed).message
+    assert "calibration" in refused_resume(model, out, calibration=changed).message
 
 
 def test_resume_with_a_changed_source_is_refused(model, out):
     source = copied(model, out.parent / "m")
-    begun(source, out)
+    begin_run(source, out)
     file = source / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert "source file model.safetensors" in refused(source, out).message
+    assert "source file model.safetensors" in refused_resume(source, out).message
     data[-1] ^= 1
     file.write_bytes(data)
     assert quantize(source, out, swift("gptq")).resumed
@@ -251,28 +251,28 @@ def test_resume_with_another_imatrix_is_refused(model, out):
 
 
 def test_resume_detects_a_changed_byte_of_finished_work(model, out):
-    begun(model, out)
+    begin_run(model, out)
     staged = out.parent / ".out.qf/stage" / "model.safetensors"
     data = bytearray(staged.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     data[start] ^= 1
     staged.write_bytes(data)
-    error = refused(model, out)
+    error = refused_resume(model, out)
     assert error.tensor
     assert error.tensor in error.message
 
 
 def test_a_damaged_line_of_the_journal_is_refused(model, out):
-    begun(model, out)
+    begin_run(model, out)
     journal = out.parent / JOURNAL_FILE / "journal.jsonl"
     data = bytearray(journal.read_bytes())
     data[len(data) // 2] ^= 1
     journal.write_bytes(data)
-    assert "damaged" in refused(model, out).message
+    assert "damaged" in refused_resume(model, out).message
 
 
 def test_a_truncated_journal_line_is_redone(model, out):
-    begun(model, out)
+    begin_run(model, out)
     journal = out.parent / JOURNAL_FILE / "journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-30])
     assert quantize(model, out, swift("gptq")).resumed
@@ -282,7 +282,7 @@ def test_a_truncated_journal_line_is_redone(model, out):
 
 
 def test_a_journal_without_its_stage_starts_afresh(model, out):
-    begun(model, out)
+    begin_run(model, out)
     stage = out.parent / ".out.qf/stage"
     for path in stage.iterdir():
         path.unlink()

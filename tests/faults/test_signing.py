@@ -30,7 +30,9 @@ PEM = serialization.Encoding.PEM
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
 
-def private(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, password: bytes = b"") -> bytes:
+def private_pem(
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, password: bytes = b""
+) -> bytes:
     kind = serialization.PrivateFormat.PKCS8
     locked = (
         serialization.BestAvailableEncryption(password)
@@ -46,7 +48,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys")
     for name in ("key", "other"):
         key = ec.generate_private_key(ec.SECP256R1())
-        (directory / name).write_bytes(private(key))
+        (directory / name).write_bytes(private_pem(key))
         public = key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
         (directory / f"{name}.pub").write_bytes(public)
     return directory
@@ -58,12 +60,12 @@ def signed(model: Path, out: Path, keys: Path) -> Path:
     return out
 
 
-def refused(result: Path, keys: Path, match: str, key: str = "key.pub") -> None:
+def assert_refused(result: Path, keys: Path, match: str, key: str = "key.pub") -> None:
     with pytest.raises(IntegrityError, match=match):
         check_signature(result, keys / key)
 
 
-def accepted_by_the_tool(*words: object) -> bool:
+def accepted_by_model_signing(*words: object) -> bool:
     """Whether the command line of the library, in this process, accepts a signature."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["model_signing", "verify", "key", *map(str, words)])
@@ -93,29 +95,29 @@ def test_verify_and_model_signing_check_a_signature(
     document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
     assert "no key" in document["skipped"]["signature"]
     arguments = (signed, "--signature", signed / DIRECTORY_SIGNATURE, "--public_key")
-    assert accepted_by_the_tool(*arguments, keys / "key.pub")
-    assert not accepted_by_the_tool(*arguments, keys / "other.pub")
+    assert accepted_by_model_signing(*arguments, keys / "key.pub")
+    assert not accepted_by_model_signing(*arguments, keys / "other.pub")
 
 
 def test_the_signature_check_detects_every_change(signed: Path, keys: Path) -> None:
     check_signature(signed, keys / "key.pub")
-    refused(signed, keys, "sig: it is not by the key .*other.pub", "other.pub")
+    assert_refused(signed, keys, "sig: it is not by the key .*other.pub", "other.pub")
     for path in sorted(signed.iterdir()):
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         if path.name in manifest.MUTABLE:
             check_signature(signed, keys / "key.pub")
         else:
-            refused(signed, keys, r"sig: (it is|is|the files are) not? [^\\{}\[\]]*$")
+            assert_refused(signed, keys, r"sig: (it is|is|the files are) not? [^\\{}\[\]]*$")
         path.unlink()
         if path.name not in manifest.MUTABLE:
-            refused(signed, keys, f"missing: {path.name}|there is no signature")
+            assert_refused(signed, keys, f"missing: {path.name}|there is no signature")
         path.write_bytes(data)
     (signed / "added").touch()
-    refused(signed, keys, r"not those that were signed \(not signed: added\)$")
+    assert_refused(signed, keys, r"not those that were signed \(not signed: added\)$")
     (signed / "added").unlink()
     (signed / DIRECTORY_SIGNATURE).unlink()
-    refused(signed, keys, "there is no signature")
+    assert_refused(signed, keys, "there is no signature")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "a\\b", 7])
@@ -128,10 +130,10 @@ def test_a_signature_bundle_with_outside_paths_is_refused(
     payload["predicate"]["resources"][0]["name"] = name
     bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
     bundle_path.write_text(json.dumps(bundle))
-    refused(signed, keys, "is no file of the result")
+    assert_refused(signed, keys, "is no file of the result")
     for data in ("", "{}", '{"dsseEnvelope": {"payload": "e30="}}', '{"dsseEnvelope": 1}'):
         bundle_path.write_text(data)
-        refused(signed, keys, "is no signature bundle")
+        assert_refused(signed, keys, "is no signature bundle")
 
 
 def test_a_file_signature_covers_its_side_files_only(
@@ -146,12 +148,12 @@ def test_a_file_signature_covers_its_side_files_only(
     for name in ("m.Modelfile", "m.gguf", f"m.gguf{MANIFEST_SUFFIX}"):
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        refused(out, keys, "sig")
+        assert_refused(out, keys, "sig")
         (tmp_path / name).write_bytes(data)
     arguments = (tmp_path, "--signature", signature_path(out), "--public_key", keys / "key.pub")
-    assert accepted_by_the_tool(*arguments, "--ignore_unsigned_files")
+    assert accepted_by_model_signing(*arguments, "--ignore_unsigned_files")
     (tmp_path / "other.gguf.sig").write_bytes(signature_path(out).read_bytes())
-    refused(tmp_path / "other.gguf", keys, "is not signed")
+    assert_refused(tmp_path / "other.gguf", keys, "is not signed")
     quantize(model, out, GGUF, overwrite=True)
     assert not signature_path(out).exists(), "the signature of the release before"
 
@@ -180,7 +182,7 @@ def test_gguf_parts_share_one_signature(model: Path, tmp_path: Path, keys: Path)
         assert signature_path(part) == tmp_path / "m.gguf.sig"
         check_signature(part, keys / "key.pub")
     parts[1].write_bytes(parts[1].read_bytes()[:-1])
-    refused(parts[0], keys, "sig")
+    assert_refused(parts[0], keys, "sig")
 
 
 def test_an_unusable_signing_key_is_refused_before_work(
@@ -191,16 +193,16 @@ def test_an_unusable_signing_key_is_refused_before_work(
     curve = ec.generate_private_key(ec.SECP256K1())
     strange = rsa.generate_private_key(65537, 2048)
     curve_id = bytes.fromhex("06072a8648ce3d0201")  # the identifier of elliptic curves in DER
-    der = b64decode(b"".join(private(ecdsa).splitlines()[1:-1])).replace(
+    der = b64decode(b"".join(private_pem(ecdsa).splitlines()[1:-1])).replace(
         curve_id, curve_id[:2] + b"\x2b" + curve_id[3:]
     )
     unknown = b"-----BEGIN PRIVATE KEY-----\n" + b64encode(der) + b"\n-----END PRIVATE KEY-----\n"
     for data in (
         b"no key",
         (keys / "key.pub").read_bytes(),
-        private(ecdsa, b"x"),
-        private(strange),
-        private(curve),
+        private_pem(ecdsa, b"x"),
+        private_pem(strange),
+        private_pem(curve),
         unknown,
     ):
         bad.write_bytes(data)

@@ -33,7 +33,7 @@ from tests.thorough import each_value
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
 
-def edit(path: Path, at: int, data: bytes | None = None) -> None:
+def edit_file(path: Path, at: int, data: bytes | None = None) -> None:
     """Change a byte of a file (or write some) that is not in memory any more, and set its time back."""
     checksums._CACHE.clear()
     times = path.stat()
@@ -54,7 +54,7 @@ def last_byte(model: Path, name: str) -> tuple[Path, int]:
     return tensor.file, tensor.end - 1
 
 
-def editing(part: str, work: Callable[[], object]) -> Callable[[Progress], None]:
+def edit_after(part: str, work: Callable[[], object]) -> Callable[[Progress], None]:
     """Return a progress callback that edits when a part is done."""
 
     def progress(done: Progress) -> None:
@@ -104,10 +104,10 @@ def test_weights_edited_during_a_run_are_detected(
     out = tmp_path / ("out.gguf" if recipe.format == "gguf" else "out")
     file, offset = last_byte(source, tensor)
     with pytest.raises(IntegrityError, match="changed") as noticed:
-        quantize(source, out, recipe, progress=editing(part, lambda: edit(file, offset)))
+        quantize(source, out, recipe, progress=edit_after(part, lambda: edit_file(file, offset)))
     assert noticed.value.file == str(file)
     assert not out.exists()
-    edit(file, offset)  # as it was: the run goes on
+    edit_file(file, offset)  # as it was: the run goes on
     assert quantize(source, out, recipe).resumed
 
 
@@ -122,7 +122,7 @@ def test_weights_edited_during_an_export_are_detected(
 
     def checked(conversion: Any, **options: Any) -> str:
         verdict = check(conversion, **options)
-        edit(file, offset)
+        edit_file(file, offset)
         return verdict
 
     monkeypatch.setattr(module, "check_values", checked)
@@ -152,7 +152,12 @@ def test_side_files_edited_during_a_run_are_copied_as_digested(
     source, out = copied(model, tmp_path / "m"), tmp_path / "out"
     (source / "LICENSE").write_text("terms")
     before = (source / name).read_bytes()
-    quantize(source, out, recipe(), progress=editing(part, lambda: edit(source / name, 0, b"????")))
+    quantize(
+        source,
+        out,
+        recipe(),
+        progress=edit_after(part, lambda: edit_file(source / name, 0, b"????")),
+    )
     document = manifest.read_manifest(out) or {}
     assert (out / name).read_bytes() == before
     recorded = [document["source"]["files"][name], document["outputs"][name]]
@@ -160,9 +165,9 @@ def test_side_files_edited_during_a_run_are_copied_as_digested(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-@pytest.mark.parametrize("wanted", [recipe(), GGUF], ids=["directory", "file"])
+@pytest.mark.parametrize("recipe_used", [recipe(), GGUF], ids=["directory", "file"])
 def test_side_files_edited_after_the_plan_are_detected(
-    model: Path, tmp_path: Path, name: str, wanted: object
+    model: Path, tmp_path: Path, name: str, recipe_used: object
 ) -> None:
     """Replaced between the plan and the digest: the plan was of another model."""
     source, out = copied(model, tmp_path / "m"), tmp_path / "out.gguf"
@@ -173,7 +178,7 @@ def test_side_files_edited_after_the_plan_are_detected(
         (source / name).write_text(json.dumps(document))
 
     with pytest.raises(IntegrityError, match="changed"):
-        quantize(source, out, wanted, announce=announce)
+        quantize(source, out, recipe_used, announce=announce)
     assert leftovers(out) == set()
 
 
@@ -187,7 +192,7 @@ def test_a_header_edited_after_the_plan_is_detected(model: Path, tmp_path: Path)
     swapped = data.replace(k, b"?").replace(v, k).replace(b"?", v, 1)
 
     def announce(_plan: Plan, _out: Path) -> None:
-        edit(file, 0, swapped)
+        edit_file(file, 0, swapped)
 
     with pytest.raises(IntegrityError, match="changed"):
         quantize(source, out, recipe(), announce=announce)
@@ -232,22 +237,22 @@ def test_checksums_cover_every_byte(
     runs = [(start, end) for start in offsets for end in offsets if start <= end]
     with path.open("rb") as file:
         for start, end in runs:
-            assert taken(sums, file, start, end - start) == data[start:end]
+            assert read_checked(sums, file, start, end - start) == data[start:end]
     for start, end in runs:
         if start < end:
             path.write_bytes(data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:])
             checksums._CACHE.clear()
             with path.open("rb") as file:
-                assert taken(sums, file, start, end - start) is None
+                assert read_checked(sums, file, start, end - start) is None
 
 
-def taken(sums: Checksums, file: BinaryIO, start: int, count: int) -> bytes | None:
+def read_checked(sums: Checksums, file: BinaryIO, start: int, count: int) -> bytes | None:
     """Return what is read with checksums; None where it is not what was digested."""
     into = bytearray(count)
     return bytes(into) if sums.read(file.fileno(), memoryview(into), start) else None
 
 
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the counts of bytes that are read from now on, as a list that grows."""
     counts: list[int] = []
     preadv = os.preadv
@@ -270,11 +275,11 @@ def test_checksums_are_small_and_reads_touch_few_chunks(
     path.write_bytes(bytes(1000))
     sums = compute_checksums(path, tmp_path)
     assert len(sums._states) <= 9
-    counts = reads(monkeypatch)
+    counts = record_reads(monkeypatch)
     with path.open("rb") as file:
-        assert taken(sums, file, 500, 10) == bytes(10)
-        assert taken(sums, file, 1000, 0) == b""
-        assert taken(sums, file, 995, 10) is None  # beyond the end
+        assert read_checked(sums, file, 500, 10) == bytes(10)
+        assert read_checked(sums, file, 1000, 0) == b""
+        assert read_checked(sums, file, 995, 10) is None  # beyond the end
     assert sum(counts) <= 1000 / 7
     path.write_bytes(bytes(10_000))
     assert compute_checksums(path, tmp_path)._chunk_bytes == 200
@@ -304,23 +309,23 @@ def test_sequential_checked_reads_read_each_byte_once(
     data = draw.randbytes(5009)
     path.write_bytes(data)
     sums = compute_checksums(path, tmp_path)
-    counts = reads(monkeypatch)
+    counts = record_reads(monkeypatch)
     with path.open("rb") as file, ThreadPoolExecutor(workers) as pool:
-        parts = pool.map(lambda start: taken(sums, file, start, 10), range(0, 5000, 10))
+        parts = pool.map(lambda start: read_checked(sums, file, start, 10), range(0, 5000, 10))
         assert b"".join(part or b"" for part in parts) == data[:5000]
     assert sum(counts) <= 5009 * (1 if large > 1 else 1.5)  # rarely a chunk was given up meanwhile
     assert len(checksums._CACHE) <= kept
     with path.open("rb") as file:
         for _ in range(300):
             start, end = sorted(draw.sample(range(5010), 2))
-            assert taken(sums, file, start, end - start) == data[start:end]
+            assert read_checked(sums, file, start, end - start) == data[start:end]
     checksums._PREFETCHER.submit(int).result()  # nothing is read meanwhile any more
     path.write_bytes(data[:2500] + b"x" + data[2501:])
     checksums._CACHE.clear()
     with path.open("rb") as file:
-        assert taken(sums, file, 2499, 3) is None
-        assert taken(sums, file, 2499, 3) is None  # nothing of it is kept
-        assert taken(sums, file, 0, 5009) is None
+        assert read_checked(sums, file, 2499, 3) is None
+        assert read_checked(sums, file, 2499, 3) is None  # nothing of it is kept
+        assert read_checked(sums, file, 0, 5009) is None
 
 
 def test_a_file_truncated_during_its_digest_is_detected(
@@ -348,7 +353,7 @@ def test_every_read_of_rows_and_tensors_is_checked(model: Path, tmp_path: Path) 
         expected = reference.get_tensor(name)
     assert checked.read(name).equal(expected)
     assert checked.read_rows(name, 3, 7).equal(expected[3:7])
-    edit(file, entry.start + 2 * entry.nbytes // entry.shape[0])  # in row 2
+    edit_file(file, entry.start + 2 * entry.nbytes // entry.shape[0])  # in row 2
     for _ in range(2):
         with pytest.raises(IntegrityError, match="changed"):
             checked.read(name)

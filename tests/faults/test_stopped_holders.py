@@ -32,7 +32,7 @@ Stopped = Callable[[object, str, Callable[[], object]], int]
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody be waited for long."""
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
@@ -68,7 +68,7 @@ def stopped(tmp_path: Path) -> Iterator[Stopped]:
             os.kill(child, signal.SIGKILL)
 
 
-def told(child: int, number: signal.Signals) -> tuple[list[str], Callable[[str], None]]:
+def signal_on_note(child: int, number: signal.Signals) -> tuple[list[str], Callable[[str], None]]:
     """Return what a process is told, and the note that sends the stopped one a signal."""
     messages: list[str] = []
 
@@ -92,20 +92,20 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "number"),
+    ("owner", "name", "number"),
     [
         further(release_module, "_prepare_directories", signal.SIGCONT), further(variants, "run_group", signal.SIGKILL),
         (UnitOutput, "finish", signal.SIGKILL), (release_module, "_score_and_write", signal.SIGCONT),
     ],
 )  # fmt: skip
 def test_waiting_for_a_release_names_the_stopped_process(
-    model: Path, tmp_path: Path, stopped: Stopped, whole: dict[str, str], place: object, name: str,
+    model: Path, tmp_path: Path, stopped: Stopped, whole: dict[str, str], owner: object, name: str,
     number: signal.Signals,
 ) -> None:  # fmt: skip
     spec, out = tmp_path / "release.toml", tmp_path / "out"
     spec.write_text(TWO_VARIANTS.format(model=model))
-    child = stopped(place, name, lambda: release(spec, out, Settings(join=True)))
-    messages, note = told(child, number)
+    child = stopped(owner, name, lambda: release(spec, out, Settings(join=True)))
+    messages, note = signal_on_note(child, number)
     release(spec, out, Settings(join=True, note=note))
     assert len([text for text in messages if "has not responded" in text]) == 1
     assert f"kill -CONT {child} lets it go on" in "".join(messages)
@@ -120,7 +120,7 @@ def test_waiting_for_a_result_names_the_stopped_process(
     recipe = swift(scales="absmax", bits=4)
     owner = importlib.import_module("quantforge.api.quantize")
     child = stopped(owner, "publish", lambda: quantize(model, out, recipe, join=True))
-    messages, note = told(child, number)
+    messages, note = signal_on_note(child, number)
     quantize(model, out, recipe, join=True, note=note)
     assert f"kill -CONT {child} lets it go on" in "".join(messages)
     assert ended(child) == (0 if number == signal.SIGCONT else -number)

@@ -33,7 +33,7 @@ MEGABYTE = 1 << 20
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
-def in_child(work: Callable[[], object], directory: Path) -> None:
+def run_in_child(work: Callable[[], object], directory: Path) -> None:
     """Run ``work`` in a process of its own."""
     errors = directory / "child.log"
     code = ended(forked(work, errors))
@@ -117,7 +117,7 @@ def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Pa
         run(tmp_path / "filled")
 
     run(tmp_path / "plain")
-    in_child(run_filled, tmp_path)
+    run_in_child(run_filled, tmp_path)
     assert tree(tmp_path / "plain" / "gptq") == tree(tmp_path / "filled" / "gptq")
     first, second = (tmp_path / name / "m.gguf" for name in ("plain", "filled"))
     assert first.read_bytes() == second.read_bytes()
@@ -139,5 +139,5 @@ def test_a_run_fits_into_120_percent_of_planned_memory(
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         quantize(model, tmp_path / "under", requested, threads=1)
 
-    in_child(run, tmp_path)
+    run_in_child(run, tmp_path)
     assert tree(tmp_path / "free") == tree(tmp_path / "under")

@@ -19,18 +19,18 @@ from tests.runs import command, tree
 from tests.thorough import each_value, further
 
 ROWS = {"samples": 4, "length": 16}
-MEASURED = {"windows": 2, "length": 16}
+EVALUATION = {"windows": 2, "length": 16}
 
 
-def swept(model, out, over, **options):
-    return sweep(model, over, out, measured=MEASURED, **{**ROWS, **options})
+def run_sweep(model, out, over, **options):
+    return sweep(model, over, out, measured=EVALUATION, **{**ROWS, **options})
 
 
 def test_sweep_results_match_their_commands_and_existing_ones_stay(model, tmp_path):
     over = {"bits": ["3", "4"], "method": ["gptq", "rtn"]}
-    first = swept(model, tmp_path / "s", {**over, "bits": ["4"]})
+    first = run_sweep(model, tmp_path / "s", {**over, "bits": ["4"]})
     before = (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns
-    result = swept(model, tmp_path / "s", over)
+    result = run_sweep(model, tmp_path / "s", over)
     assert [*first.results] == ["bits4-gptq", "bits4-rtn"]
     assert [*result.results] == ["bits3-gptq", "bits3-rtn", "bits4-gptq", "bits4-rtn"]
     assert (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns == before
@@ -41,41 +41,43 @@ def test_sweep_results_match_their_commands_and_existing_ones_stay(model, tmp_pa
     rows = result.evaluation.rows
     assert [row["kl_mean"] is None for row in rows] == [True, False, False, False, False]
     with pytest.raises(RefusedError, match=r"made in: calibration\.samples: "):
-        swept(model, tmp_path / "s", over, samples=5)
+        run_sweep(model, tmp_path / "s", over, samples=5)
 
 
 @each_value(("left", [(), ("journal",)]), ("overwrite", [False, True]))
 def test_a_sweep_keeps_a_result_beside_a_killed_run(model, tmp_path, left, overwrite):
     out, over = tmp_path / "s", {"type": ["Q8_0"], "method": ["rtn"]}
-    path = swept(model, out, over).results["Q8_0-rtn"]
+    path = run_sweep(model, out, over).results["Q8_0-rtn"]
     before, run = path.stat().st_mtime_ns, run_folder(path)
     run.mkdir()
     (run / "lock").touch()
     for name in left:
         (run / name).mkdir()
-    swept(model, out, over, settings=Settings(overwrite=overwrite))
+    run_sweep(model, out, over, settings=Settings(overwrite=overwrite))
     assert path.stat().st_mtime_ns == before
     assert not run.exists()
 
 
 def test_a_truncated_sweep_result_is_refused(model, tmp_path):
-    swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
+    run_sweep(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
     file = tmp_path / "s/bits4/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(RefusedError, match="differs from what would be made in: files"):
-        swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
+        run_sweep(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
 
 
 def test_combinations_a_format_cannot_hold_are_skipped_or_refused(model, tmp_path):
     over = {"scheme": ["int4:g32:asym", "int3:g32:asym"], "format": ["awq", "compressed-tensors"]}
-    result = swept(model, tmp_path / "s", over, method="rtn")
+    result = run_sweep(model, tmp_path / "s", over, method="rtn")
     assert [*result.left_out] == ["int3-g32-asym-awq"]
     assert "the layout holds 4 bits" in result.left_out["int3-g32-asym-awq"]
     assert len(result.results) == 3
     with pytest.raises(RefusedError, match="1 of 4 combinations"):
-        swept(model, tmp_path / "t", over, method="rtn", settings=Settings(policy=Policy(True, {})))
+        run_sweep(
+            model, tmp_path / "t", over, method="rtn", settings=Settings(policy=Policy(True, {}))
+        )
     with pytest.raises(RefusedError, match="1 of 1 combinations"):
-        swept(model, tmp_path / "t", {"bits": [3]}, format="awq")
+        run_sweep(model, tmp_path / "t", {"bits": [3]}, format="awq")
     assert not (tmp_path / "t").exists()
 
 
@@ -91,7 +93,7 @@ def test_combinations_a_format_cannot_hold_are_skipped_or_refused(model, tmp_pat
 def test_combinations_a_method_or_engine_rejects_are_skipped(
     model, tmp_path, over, options, left_out
 ):
-    result = swept(model, tmp_path / "s", over, **options)
+    result = run_sweep(model, tmp_path / "s", over, **options)
     assert result.left_out.keys() == left_out.keys()
     assert all(words in result.left_out[name] for name, words in left_out.items())
     assert len(result.results) == 1
@@ -119,14 +121,14 @@ def test_options_invalid_in_every_combination_raise_the_quantize_error(
     model, tmp_path, over, options, error, words
 ):
     with pytest.raises(error, match=words):
-        swept(model, tmp_path / "s", over, **options)
+        run_sweep(model, tmp_path / "s", over, **options)
     assert not (tmp_path / "s").exists()
 
 
 def test_a_sweep_refuses_split_gguf_files_before_work(model, tmp_path):
     over = {"type": ["Q4_0", "Q8_0"]}
     with pytest.raises(RefusedError, match=r"2 of 2 .*Q8_0: its file would be split into \d"):
-        swept(model, tmp_path / "s", over, method="rtn", max_shard_bytes=20000)
+        run_sweep(model, tmp_path / "s", over, method="rtn", max_shard_bytes=20000)
     assert not (tmp_path / "s").exists()
 
 
@@ -161,7 +163,7 @@ def test_combination_names_are_made_of_option_values():
     }
 
 
-MEANINGLESS: list[tuple[dict[str, Any], type[QuantForgeError], str]] = [
+INVALID_GRIDS: list[tuple[dict[str, Any], type[QuantForgeError], str]] = [
     ({}, UsageError, "nothing is varied"),
     ({"bit": ["3"]}, UsageError, "no option 'bit'"),
     ({"bits": ["x"]}, InputError, "not a number"),
@@ -177,16 +179,16 @@ MEANINGLESS: list[tuple[dict[str, Any], type[QuantForgeError], str]] = [
 
 
 def test_an_invalid_sweep_grid_is_refused():
-    for grid, error, words in MEANINGLESS:
+    for grid, error, words in INVALID_GRIDS:
         with pytest.raises(error, match=words):
             combinations(grid)
 
 
 def test_an_option_both_fixed_and_varied_is_refused(model, tmp_path):
     with pytest.raises(UsageError, match="--bits is given too"):
-        swept(model, tmp_path / "s", {"bits": [3, 4]}, bits=4)
+        run_sweep(model, tmp_path / "s", {"bits": [3, 4]}, bits=4)
     with pytest.raises(UsageError, match="--bits and --scheme are both given"):
-        swept(model, tmp_path / "s", {"scheme": ["int4:g32:sym"]}, bits=4)
+        run_sweep(model, tmp_path / "s", {"scheme": ["int4:g32:sym"]}, bits=4)
     assert not (tmp_path / "s").exists()
 
 

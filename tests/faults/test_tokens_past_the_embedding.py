@@ -24,8 +24,8 @@ from tests.evaluations import TEXT, compared, options, tokenizer_at
 from tests.gguf_exports import edited, export
 from tests.runs import command
 
-PAST = f"'<image>' \\(id {VOCABULARY}\\) has no row .* which has {VOCABULARY} rows"
-NAMED = "look at <image> and at that"
+PAST_MESSAGE = f"'<image>' \\(id {VOCABULARY}\\) has no row .* which has {VOCABULARY} rows"
+TEXT_WITH_TOKEN = "look at <image> and at that"
 
 
 def add_token(tokenizer: dict, **values: object) -> None:
@@ -50,38 +50,38 @@ def rounded(model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def text(tmp_path) -> str:
-    rows = [{"text": TEXT}, {"text": TEXT + NAMED}] + [{"text": TEXT}] * 40
+    rows = [{"text": TEXT}, {"text": TEXT + TEXT_WITH_TOKEN}] + [{"text": TEXT}] * 40
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return str(tmp_path / "t.jsonl")
 
 
-def calibrating(text: str) -> Recipe:
+def calibrated_recipe(text: str) -> Recipe:
     rows = CalibrationOptions(source=text, samples=4, length=32)
     return Recipe(method="gptq", scheme="int8:g32:sym", calibration=rows)
 
 
-def calibrated(model, text, out, *, run):
-    recipe = calibrating(text)
+def quantize_or_plan(model, text, out, *, run):
+    recipe = calibrated_recipe(text)
     settings = Settings(calibration=text)
     return (
         quantize(str(model), recipe, out, settings) if run else plan(str(model), recipe, settings)
     )
 
 
-ENTRANCES = {
-    "generate": (lambda m, t, out: api.generate(m, NAMED, raw=True), "the prompt: "),
-    "chat": (lambda m, t, out: api.generate(m, NAMED), "the prompt in the model's chat template: "),
-    "eval": (lambda m, t, out: compared(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
+VERBS = {
+    "generate": (lambda m, t, out: api.generate(m, TEXT_WITH_TOKEN, raw=True), "the prompt: "),
+    "chat": (lambda m, t, out: api.generate(m, TEXT_WITH_TOKEN), "the prompt in the model's chat template: "),
+    "eval": (lambda m, t, out: compared(m, [], options(text=TEXT_WITH_TOKEN + TEXT)), "the text that is scored: "),
     "eval --generated": (
-        lambda m, t, out: compared(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
+        lambda m, t, out: compared(m, [], options(prompts=Prompts("p", ("a", TEXT_WITH_TOKEN), 4))),
         "--generated: prompt 2: "),
     "tasks": (
-        lambda m, t, out: evaluate_tasks(m, [("a", "b"), (NAMED, " b")]),
+        lambda m, t, out: evaluate_tasks(m, [("a", "b"), (TEXT_WITH_TOKEN, " b")]),
         "the text that begins with 'look at <image> "),
-    "plan": (lambda m, t, out: calibrated(m, t, out, run=False), "t.jsonl, document 2: "),
-    "quantize": (lambda m, t, out: calibrated(m, t, out, run=True), "t.jsonl, document 2: "),
+    "plan": (lambda m, t, out: quantize_or_plan(m, t, out, run=False), "t.jsonl, document 2: "),
+    "quantize": (lambda m, t, out: quantize_or_plan(m, t, out, run=True), "t.jsonl, document 2: "),
     "imatrix": (
-        lambda m, t, out: make_imatrix(m, calibrating(t), out, Settings(calibration=t)),
+        lambda m, t, out: make_imatrix(m, calibrated_recipe(t), out, Settings(calibration=t)),
         "t.jsonl, document 2: "),
 }  # fmt: skip
 
@@ -93,10 +93,10 @@ def evaluate_tasks(model, pairs):
         return TaskModel(load(model).model, tokenizer_at(model), 64).score_continuations(pairs)
 
 
-@pytest.mark.parametrize("name", ENTRANCES)
+@pytest.mark.parametrize("name", VERBS)
 def test_every_verb_names_the_token_without_an_embedding(name, model, text, tmp_path):
-    call, context = ENTRANCES[name]
-    with pytest.raises(InputError, match=PAST) as refused:
+    call, context = VERBS[name]
+    with pytest.raises(InputError, match=PAST_MESSAGE) as refused:
         call(model, text, tmp_path / "out")
     assert context in refused.value.message
     assert "leave it out" in refused.value.hint
@@ -127,7 +127,7 @@ def test_a_warning_fails_only_with_strict(rounded, capsys):
 def test_a_chat_template_that_writes_the_token_is_refused(model, tmp_path):
     always = edited(model, tmp_path / "m", lambda it: None)
     (always / "chat_template.jinja").write_text("<image>{{ messages[0].content }}")
-    with pytest.raises(InputError, match=PAST):
+    with pytest.raises(InputError, match=PAST_MESSAGE):
         api.generate(always, "hello")
     assert api.generate(always, "hello", raw=True, max_tokens=1)
 
@@ -157,8 +157,8 @@ def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
     pytest.importorskip("xllamacpp")
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
-    ids = LlamaCpp(tmp_path / "x.gguf", 32).tokenize(NAMED, special=True)
-    assert ids == tokenizer_at(tmp_path / "x.gguf").encode(NAMED)
+    ids = LlamaCpp(tmp_path / "x.gguf", 32).tokenize(TEXT_WITH_TOKEN, special=True)
+    assert ids == tokenizer_at(tmp_path / "x.gguf").encode(TEXT_WITH_TOKEN)
     assert max(ids) < VOCABULARY
 
 

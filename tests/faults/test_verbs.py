@@ -50,7 +50,7 @@ def quantized(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- room
 
 
-def asked(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+def required_space(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes that a verb wants to be free before it begins."""
     requests: list[int] = []
     check = Stage.check_space
@@ -66,7 +66,7 @@ def asked(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return needed
 
 
-def held(out: Path) -> int:
+def size_of(out: Path) -> int:
     return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
 
 
@@ -86,8 +86,8 @@ def test_required_space_matches_the_size_of_the_result(
 
     if verb == "export":
         (source / manifest.NAME).unlink()
-    needed = asked(work, monkeypatch)
-    assert held(out) + MEGABYTE // 2 < needed < held(out) + MEGABYTE * 3 // 2
+    needed = required_space(work, monkeypatch)
+    assert size_of(out) + MEGABYTE // 2 < needed < size_of(out) + MEGABYTE * 3 // 2
 
 
 def test_required_space_includes_hidden_states_on_disk(
@@ -102,17 +102,19 @@ def test_required_space_includes_hidden_states_on_disk(
 
     monkeypatch.setattr(OnDisk, "write", noted)
     outputs = [out.with_name(name) for name in ("a", "b", "c", "d")]
-    memory = asked(lambda: quantize(model, outputs[0], swift("gptq")), monkeypatch)
-    plain = asked(
+    memory = required_space(lambda: quantize(model, outputs[0], swift("gptq")), monkeypatch)
+    plain = required_space(
         lambda: quantize(model, outputs[1], recipe(scales="absmax"), activations="disk"),
         monkeypatch,
     )
     assert not sizes
-    disk = asked(
+    disk = required_space(
         lambda: quantize(model, outputs[2], swift("gptq"), activations="disk"), monkeypatch
     )
     assert disk - memory == max(sizes) > 0
-    assert plain == asked(lambda: quantize(model, outputs[3], recipe(scales="absmax")), monkeypatch)
+    assert plain == required_space(
+        lambda: quantize(model, outputs[3], recipe(scales="absmax")), monkeypatch
+    )
 
 
 def test_planned_memory_includes_hidden_states(model: Path) -> None:
@@ -126,7 +128,7 @@ def test_planned_memory_includes_hidden_states(model: Path) -> None:
 # ---- before the work
 
 
-def nothing(done: Progress) -> None:
+def assert_planning(done: Progress) -> None:
     assert done.phase == "planning", "work was done"
 
 
@@ -145,7 +147,7 @@ def test_existing_side_files_are_refused_before_work(
 ) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(RefusedError, match=name):
-        quantize(model, tmp_path / "m.gguf", GGUF, progress=nothing, **settings)
+        quantize(model, tmp_path / "m.gguf", GGUF, progress=assert_planning, **settings)
     assert (tmp_path / name).read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {name}
 
@@ -159,7 +161,7 @@ def test_side_files_that_will_not_be_written_do_not_block(model: Path, tmp_path:
 
 def test_modelfile_needs_a_gguf_output(model: Path, out: Path) -> None:
     with pytest.raises(UsageError, match="Ollama reads GGUF"):
-        quantize(model, out, recipe(), modelfile=True, progress=nothing)
+        quantize(model, out, recipe(), modelfile=True, progress=assert_planning)
     assert leftovers(out) == set()
     quantize(model, out.with_name("m.gguf"), GGUF, modelfile=True)
     assert "m.gguf" in out.with_name("m.Modelfile").read_text()
@@ -196,7 +198,9 @@ def test_a_side_file_changed_before_its_copy_is_detected(
 # ---- the same command again
 
 
-def finished(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+def finish_before_cleanup(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> None:
     """Leave a result as a kill right after its publication does: its journal still lies beside it."""
 
     def killed(_work: object) -> None:
@@ -211,7 +215,7 @@ def finished(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings
 def test_only_the_identical_command_accepts_a_finished_result(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished(model, out, monkeypatch)
+    finish_before_cleanup(model, out, monkeypatch)
     source = copied(model, out.with_name("m"))
     (source / "LICENSE").write_text("other terms")
     for other, requested in (
@@ -230,7 +234,7 @@ def test_only_the_identical_command_accepts_a_finished_result(
 def test_a_result_without_its_journal_is_refused(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished(model, out, monkeypatch)
+    finish_before_cleanup(model, out, monkeypatch)
     shutil.rmtree(out.parent / ".out.qf/journal")
     with pytest.raises(RefusedError, match="exists"):
         quantize(model, out, recipe(scales="absmax"))
@@ -239,7 +243,7 @@ def test_a_result_without_its_journal_is_refused(
 def test_overwrite_of_a_finished_result_keeps_foreign_files(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished(model, out, monkeypatch)
+    finish_before_cleanup(model, out, monkeypatch)
     (out / "notes").write_text("mine")
     with pytest.raises(RefusedError, match="notes"):
         quantize(model, out, recipe(scales="absmax"), overwrite=True)

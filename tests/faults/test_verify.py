@@ -32,7 +32,7 @@ from tests.thorough import further, usual
 
 Tensors = dict[str, torch.Tensor]
 Plant = Callable[[Path], None]
-Made = Callable[[str], Path]
+MakeArtifact = Callable[[str], Path]
 
 # What is damaged: an artifact with folded factors, one with zero points, experts, a GGUF file, static inputs.
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,28 +58,30 @@ def source(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return find
 
 
-def made_name(base: str) -> str:
+def artifact_name(base: str) -> str:
     return "m.gguf" if base == "blocks" else "m"
 
 
 @pytest.fixture(scope="session")
-def made(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made:
+def artifact(
+    source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> MakeArtifact:
     @cache
     def make(base: str) -> Path:
         family, values = BASES[base]
-        out = tmp_path_factory.mktemp(base) / made_name(base)
+        out = tmp_path_factory.mktemp(base) / artifact_name(base)
         quantize(source(family), out, recipe(**values))
         return out
 
     return make
 
 
-def look(path: Path, source: Path | None = None, **options: Any) -> Report:
+def quick_verify(path: Path, source: Path | None = None, **options: Any) -> Report:
     """Verify without the forward pass, which is not what most defects need."""
     return verify(path, source, **{"forward": False, **options})
 
 
-def said(report: Report) -> list[str]:
+def describe(report: Report) -> list[str]:
     return [f"{item.severity} {item.check} {item.where}: {item.detail}" for item in report.findings]
 
 
@@ -132,21 +134,21 @@ def scaled(position: Any, factor: float) -> Callable[[torch.Tensor], object]:
     return change
 
 
-def exchanged(stored: Tensors, first: str, second: str) -> None:
+def swap_modules(stored: Tensors, first: str, second: str) -> None:
     """Swap everything that belongs to two modules."""
     for name in [name for name in stored if name.startswith(f"{first}.")]:
         other = second + name.removeprefix(first)
         stored[name], stored[other] = stored[other], stored[name]
 
 
-def groups_swapped(stored: Tensors) -> None:
+def swap_groups(stored: Tensors) -> None:
     packed, scale = stored[f"{DOWN}.weight_packed"], stored[f"{DOWN}.weight_scale"]
     # Eight codes of 4 bits in a word, 32 in a group
     packed[5, :8] = packed[5, [4, 5, 6, 7, 0, 1, 2, 3]]
     scale[5, :2] = scale[5, [1, 0]]
 
 
-def reordered(stored: Tensors, module: str, heads: int) -> None:
+def reorder_rows(stored: Tensors, module: str, heads: int) -> None:
     """Rows as llama.cpp orders them for its rotary embedding."""
     for part in ("weight_packed", "weight_scale"):
         value = stored[f"{module}.{part}"]
@@ -154,14 +156,14 @@ def reordered(stored: Tensors, module: str, heads: int) -> None:
         stored[f"{module}.{part}"] = halves.transpose(1, 2).reshape(value.shape)
 
 
-def zero_off_by_one(stored: Tensors) -> None:
+def raise_zero_point(stored: Tensors) -> None:
     """Raise one zero point, in the lowest four bits of a word."""
     zeros = stored[f"{UP}.qzeros"]
     word = int(zeros[1, 3])
     zeros[1, 3] = word + 1 if word & 15 < 12 else word - 1
 
 
-def plain_key(stored: Tensors) -> None:
+def unquantize_key(stored: Tensors) -> None:
     """Leave k_proj unquantized beside q and v."""
     columns = stored[f"{K}.weight_packed"].shape[1] * 8
     rows = stored[f"{K}.weight_packed"].shape[0]
@@ -170,7 +172,7 @@ def plain_key(stored: Tensors) -> None:
     stored[f"{K}.weight"] = torch.randn(rows, columns).bfloat16()
 
 
-def and_then(*plants: Plant) -> Plant:
+def all_of(*plants: Plant) -> Plant:
     def plant(model: Path) -> None:
         for change in plants:
             change(model)
@@ -188,16 +190,16 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def stale_shard(model: Path) -> None:
+def add_stale_shard(model: Path) -> None:
     shutil.copy(model / "model.safetensors", model / "model-00003-of-00003.safetensors")
 
 
-def truncated(model: Path) -> None:
+def truncate_weights(model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-16])
 
 
-def copy_of_the_source(model: Path) -> None:
+def restore_source_weights(model: Path) -> None:
     """The source's weights under a configuration that promises codes."""
     stored_tensors = load_file(model / "model.safetensors")
     stored = {name for name in stored_tensors if name.rpartition(".")[2].startswith("weight_")}
@@ -223,12 +225,12 @@ def drop(name: str) -> Plant:
     return tensors(lambda stored: stored.pop(name))
 
 
-def new_token(tokenizer: dict[str, Any]) -> None:
+def replace_token(tokenizer: dict[str, Any]) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["changed!"] = vocabulary.pop(max(vocabulary, key=lambda piece: vocabulary[piece]))
 
 
-def large_token(tokenizer: dict[str, Any]) -> None:
+def add_large_token(tokenizer: dict[str, Any]) -> None:
     tokenizer["model"]["vocab"]["<x>"] = 99999
 
 
@@ -248,27 +250,27 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "scale-fold", V),
     "scale missing": ("folded", drop(SCALE), "scale", DOWN),
     "scale of an expert missing": ("experts", drop(f"{EXPERT}.weight_scale"), "scale", EXPERT),
-    "groups swapped": ("folded", tensors(groups_swapped), "group-error", DOWN),
-    "zero point off by one": ("zeros", tensors(zero_off_by_one), "group-error", UP),
+    "groups swapped": ("folded", tensors(swap_groups), "group-error", DOWN),
+    "zero point off by one": ("zeros", tensors(raise_zero_point), "group-error", UP),
     "v1 zero points read as v2": (
         "zeros",
-        and_then(
+        all_of(
             document(CONFIG, lambda c: method(c).update(checkpoint_format="gptq_v2")),
             document("quantize_config.json", lambda c: c.update(checkpoint_format="gptq_v2")),
         ),
         "zero-points", "layers.0"),
     "sym said of zero points": (
         "zeros", document(CONFIG, lambda c: method(c).update(sym=True)), "zero-points", "qzeros"),
-    "gate and up swapped": ("folded", tensors(lambda t: exchanged(t, GATE, UP)), "swapped-tensors", UP),
+    "gate and up swapped": ("folded", tensors(lambda t: swap_modules(t, GATE, UP)), "swapped-tensors", UP),
     "blocks swapped": (
-        "folded", tensors(lambda t: exchanged(t, DOWN, DOWN.replace(".0.", ".1."))), "swapped-tensors", DOWN),
-    "q rows permuted": ("folded", tensors(lambda t: reordered(t, Q, 4)), "swapped-tensors", Q),
-    "k rows permuted": ("folded", tensors(lambda t: reordered(t, K, 2)), "swapped-tensors", K),
+        "folded", tensors(lambda t: swap_modules(t, DOWN, DOWN.replace(".0.", ".1."))), "swapped-tensors", DOWN),
+    "q rows permuted": ("folded", tensors(lambda t: reorder_rows(t, Q, 4)), "swapped-tensors", Q),
+    "k rows permuted": ("folded", tensors(lambda t: reorder_rows(t, K, 2)), "swapped-tensors", K),
     "tied said of a head": (
         "folded", document(CONFIG, lambda c: c.update(tie_word_embeddings=True)), "incomplete", ""),
     "tied, and the head is gone": (
         "folded",
-        and_then(document(CONFIG, lambda c: c.update(tie_word_embeddings=True)), drop("lm_head.weight")),
+        all_of(document(CONFIG, lambda c: c.update(tie_word_embeddings=True)), drop("lm_head.weight")),
         "configuration", "lm_head"),
     "dropped tensor": ("folded", drop("model.norm.weight"), "incomplete", ""),
     "one block too few": (
@@ -279,19 +281,19 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
         "folded", document(CONFIG, lambda c: method(c).update(ignore=[])), "ignore-list", "lm_head"),
     "mixed schemes in q, k, v": (
         "folded",
-        and_then(tensors(plain_key), document(CONFIG, lambda c: method(c)["ignore"].append(K))),
+        all_of(tensors(unquantize_key), document(CONFIG, lambda c: method(c)["ignore"].append(K))),
         "fused-layers", "self_attn"),
-    "stale shard": ("folded", stale_shard, "unreadable", "model-00003-of-00003"),
-    "truncated file": ("folded", truncated, "unreadable", "model.safetensors"),
+    "stale shard": ("folded", add_stale_shard, "unreadable", "model-00003-of-00003"),
+    "truncated file": ("folded", truncate_weights, "unreadable", "model.safetensors"),
     "wrong bits": ("zeros", document(CONFIG, lambda c: method(c).update(bits=8)), "unreadable", ""),
     "wrong group size": ("folded", document(CONFIG, lambda c: weights(c).update(group_size=64)), "unreadable", ""),
     "shape that lies": ("folded", element(f"{DOWN}.weight_shape", scaled(0, 2)), "unreadable", DOWN),
     "no method": ("folded", document(CONFIG, lambda c: method(c).update(quant_method=None)), "unreadable", ""),
-    "nothing quantized": ("folded", copy_of_the_source, "nothing-quantized", ""),
+    "nothing quantized": ("folded", restore_source_weights, "nothing-quantized", ""),
     "edited template": (
         "folded", lambda m: (m / "chat_template.jinja").write_text("{{ 'visit' }}"), "side-files", "chat_template"),
-    "changed token": ("folded", document(TOKENIZER, new_token), "side-files", TOKENIZER),
-    "token without a row": ("folded", document(TOKENIZER, large_token), "side-files", TOKENIZER),
+    "changed token": ("folded", document(TOKENIZER, replace_token), "side-files", TOKENIZER),
+    "token without a row": ("folded", document(TOKENIZER, add_large_token), "side-files", TOKENIZER),
     "tokenizer missing": ("folded", lambda m: (m / TOKENIZER).unlink(), "side-files", TOKENIZER),
     "another norm constant": (
         "folded", document(CONFIG, lambda c: c.update(rms_norm_eps=0.1)), "configuration", CONFIG),
@@ -309,7 +311,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
 
 
 # What is not proven: a scale may serve one weight, a factor be moved on purpose, and some engines load such layers.
-UNUSUAL = {
+WARNINGS = {
     "scale 1.5 times",
     "scale two thirds",
     "scale of a folded row",
@@ -320,30 +322,30 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_found_and_named(name, made, source, tmp_path):
+def test_a_defect_is_found_and_named(name, artifact, source, tmp_path):
     base, plant, check, where = DEFECTS[name]
     original = source(BASES[base][0])
-    model = tmp_path / made(base).name
-    if made(base).is_dir():
-        copied(made(base), model)
+    model = tmp_path / artifact(base).name
+    if artifact(base).is_dir():
+        copied(artifact(base), model)
         (model / NAME).unlink()
     else:
-        shutil.copy(made(base), model)
+        shutil.copy(artifact(base), model)
     plant(model)
-    report = look(model, original)
+    report = quick_verify(model, original)
     findings = [item for item in report.findings if item.check == check]
-    assert any(where in f"{item.where} {item.detail}" for item in findings), said(report)
-    assert report.failed() == (name not in UNUSUAL), said(report)
+    assert any(where in f"{item.where} {item.detail}" for item in findings), describe(report)
+    assert report.failed() == (name not in WARNINGS), describe(report)
     assert report.failed(strict=True)
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_healthy_artifacts_have_no_findings(base, made, source):
-    report = verify(made(base), source(BASES[base][0]))
-    assert said(report) == []
+def test_healthy_artifacts_have_no_findings(base, artifact, source):
+    report = verify(artifact(base), source(BASES[base][0]))
+    assert describe(report) == []
     assert report.tensors
     assert 0 < report.figures["kl_mean"] < 0.2
-    assert said(look(made(base))) == []
+    assert describe(quick_verify(artifact(base))) == []
 
 
 def test_norm_gains_that_grow_with_depth_pass(tmp_path):
@@ -358,7 +360,7 @@ def test_norm_gains_that_grow_with_depth_pass(tmp_path):
 
     tensors(rise)(model)
     quantize(model, tmp_path / "q", recipe(scheme="int4:g64:sym"))
-    assert said(look(tmp_path / "q")) == []
+    assert describe(quick_verify(tmp_path / "q")) == []
 
 
 # A trained network may be odd in these ways, and what was rounded from it is in order.
@@ -386,7 +388,7 @@ def test_unusual_source_weights_pass(name, source, tmp_path):
     tensors(lambda stored: [ODD_WEIGHTS[name](stored[weight_name]) for weight_name in names])(model)
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
     (tmp_path / "q" / NAME).unlink()
-    assert said(look(tmp_path / "q", model)) == []
+    assert describe(quick_verify(tmp_path / "q", model)) == []
 
 
 @pytest.mark.parametrize("factor", [1.0, -1.0, 2.0])
@@ -402,7 +404,7 @@ def test_duplicated_source_blocks_pass(factor, source, tmp_path):
     tensors(copy)(model)
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
     (tmp_path / "q" / NAME).unlink()
-    assert said(look(tmp_path / "q", model)) == []
+    assert describe(quick_verify(tmp_path / "q", model)) == []
 
 
 @pytest.mark.parametrize("method", ["awq", "smooth"])
@@ -413,14 +415,14 @@ def test_zero_columns_pass_with_any_folded_factor(method, source, tmp_path):
     scheme = "W8A8" if method == "smooth" else "int4:g32:asym"
     quantize(model, tmp_path / "q", recipe(method, scheme=scheme))
     (tmp_path / "q" / NAME).unlink()
-    assert said(look(tmp_path / "q", model)) == []
+    assert describe(quick_verify(tmp_path / "q", model)) == []
 
 
-def test_every_check_is_listed_once_without_a_source(made, tmp_path):
-    model = copied(made("folded"), tmp_path / "m")
+def test_every_check_is_listed_once_without_a_source(artifact, tmp_path):
+    model = copied(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     element(f"{DOWN}.weight_packed", put_all(0x77777777))(model)
-    document = look(model).document()
+    document = quick_verify(model).document()
     assert {item["check"] for item in document["findings"]} == {"group-error", "zero-points"}
     assert document["partial"].keys() == {"unquantized-changed", "group-error", "swapped-tensors"}
     kinds = [*document["checked"], *document["partial"], *document["skipped"]]
@@ -431,7 +433,7 @@ def test_every_check_is_listed_once_without_a_source(made, tmp_path):
 def test_zero_matrices_and_gains_pass(base, source, tmp_path):
     """As depth up-scaling makes them."""
     family, values = BASES[base]
-    model, out = copied(source(family), tmp_path / "zero"), tmp_path / made_name(base)
+    model, out = copied(source(family), tmp_path / "zero"), tmp_path / artifact_name(base)
 
     def silence(stored: Tensors) -> None:
         for name in (Q, K, "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
@@ -440,14 +442,14 @@ def test_zero_matrices_and_gains_pass(base, source, tmp_path):
 
     tensors(silence)(model)
     quantize(model, out, recipe(**values))
-    assert said(look(out, model)) == []
-    assert said(look(out)) == []
+    assert describe(quick_verify(out, model)) == []
+    assert describe(quick_verify(out)) == []
 
 
 def test_double_quantized_scales_of_small_rows_pass(tmp_path):
     demo = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
     quantize(demo, tmp_path / "q", recipe(scheme="nf4:g64:sym:double", scales="absmax"))
-    assert said(verify(tmp_path / "q", demo)) == []
+    assert describe(verify(tmp_path / "q", demo)) == []
 
 
 # Every method and format, folded or not; numbers of bits down to 2.
@@ -486,22 +488,22 @@ HEALTHY: dict[str, dict[str, Any]] = {
 def test_every_method_and_format_passes(name, source, tmp_path):
     model = source("llama-wide")
     quantize(model, tmp_path / "m", recipe(**HEALTHY[name]))
-    assert said(look(tmp_path / "m", model)) == []
+    assert describe(quick_verify(tmp_path / "m", model)) == []
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", further("phi3")])
 def test_folded_factors_of_other_families_pass(family, source, tmp_path):
     model = source(family)
     quantize(model, tmp_path / "m", recipe("awq", scheme="int4:g32:sym"))
-    report = look(tmp_path / "m", model)
-    assert said(report) == []
+    report = quick_verify(tmp_path / "m", model)
+    assert describe(report) == []
     assert report.tensors
 
 
-def test_a_channel_with_clipped_outliers_passes(made, source, tmp_path):
+def test_a_channel_with_clipped_outliers_passes(artifact, source, tmp_path):
     """Its fitted factor is too small. A wrong factor of the same channel is found all the same."""
     original = copied(source("llama-wide"), tmp_path / "source")
-    model = copied(made("folded"), tmp_path / "m")
+    model = copied(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     words = load_file(model / "model.safetensors")[f"{DOWN}.weight_packed"]
     codes = torch.stack([(words >> 4 * field) & 15 for field in range(8)], -1).flatten(1)
@@ -510,22 +512,22 @@ def test_a_channel_with_clipped_outliers_passes(made, source, tmp_path):
     outliers = at_ends[:, channel]
     # In the source they are larger than in the artifact, as if a search of scales had clipped them.
     element(f"{DOWN}.weight", scaled((outliers, channel), 1.4))(original)
-    assert said(look(model, original)) == []
+    assert describe(quick_verify(model, original)) == []
 
     wrong = copied(model, tmp_path / "wrong")
     element(f"{UP}.weight_scale", scaled(channel, 0.7))(wrong)
     assert f"{UP}.weight" in {
-        f.where for f in look(wrong, original).findings if f.check == "scale-fold"
+        f.where for f in quick_verify(wrong, original).findings if f.check == "scale-fold"
     }
 
 
 def test_a_trained_model_passes_at_3_bits(tmp_path):
     model = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
     quantize(model, tmp_path / "m", swift("awq", scheme="int3:g64:sym"))
-    assert said(look(tmp_path / "m", model)) == []
+    assert describe(quick_verify(tmp_path / "m", model)) == []
 
 
-ODD: list[Any] = [
+ODD_VALUES: list[Any] = [
     None,
     5,
     -1,
@@ -552,43 +554,45 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
-def test_odd_quantization_configs_raise_no_python_error(base, made, tmp_path):
+def test_odd_quantization_configs_raise_no_python_error(base, artifact, tmp_path):
     """Whatever stands in ``quantization_config``: findings or silence, never an error of Python."""
-    model = copied(made(base), tmp_path / "m")
+    model = copied(artifact(base), tmp_path / "m")
     (model / NAME).unlink()
     config = json.loads((model / CONFIG).read_text())
     config["quantization_config"].setdefault("dynamic", {})
     for path in places(method(config), ("quantization_config",)):
-        for value in random.Random(str(path)).sample(ODD, 2):
+        for value in random.Random(str(path)).sample(ODD_VALUES, 2):
             changed = deepcopy(config)
             node = changed
             for key in path[:-1]:
                 node = node[key]
             node[path[-1]] = value
             (model / CONFIG).write_text(json.dumps(changed))
-            assert look(model).document()["schema"] == "quantforge.verify/2"
+            assert quick_verify(model).document()["schema"] == "quantforge.verify/2"
 
 
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', "\x00"]
 )
-def test_an_invalid_tokenizer_is_a_finding(content, made, source, tmp_path):
-    model = copied(made("folded"), tmp_path / "m")
+def test_an_invalid_tokenizer_is_a_finding(content, artifact, source, tmp_path):
+    model = copied(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     (model / TOKENIZER).write_text(content)
-    assert [item.where for item in look(model, source("llama-wide")).findings] == [TOKENIZER]
+    assert [item.where for item in quick_verify(model, source("llama-wide")).findings] == [
+        TOKENIZER
+    ]
 
 
 # With a manifest, and on the command line.
 
 
-def flipped(model: Path) -> None:
+def flip_byte(model: Path) -> None:
     data = bytearray((model / "model.safetensors").read_bytes())
     data[-100] ^= 1
     (model / "model.safetensors").write_bytes(data)
 
 
-def grown(model: Path) -> None:
+def add_huge_file(model: Path) -> None:
     """A terabyte of nothing, which no digest is needed to tell from three bytes."""
     document(NAME, lambda d: d["outputs"].update({"x.bin": {"bytes": 3, "sha256": ""}}))(model)
     (model / "x.bin").touch()
@@ -596,8 +600,8 @@ def grown(model: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Plant, str]] = {
-    "grown": (grown, "x.bin"),
-    "one bit": (flipped, "model.safetensors"),
+    "grown": (add_huge_file, "x.bin"),
+    "one bit": (flip_byte, "model.safetensors"),
     "added": (lambda m: (m / "notes.txt").write_text("x"), "notes.txt"),
     "removed": (lambda m: (m / "generation_config.json").unlink(), "generation_config.json"),
     "edited manifest": (document(NAME, lambda d: d["outputs"].pop(CONFIG)), CONFIG),
@@ -608,22 +612,22 @@ CHANGES: dict[str, tuple[Plant, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_files_are_compared_with_the_manifest(name, made, tmp_path):
+def test_files_are_compared_with_the_manifest(name, artifact, tmp_path):
     plant, where = CHANGES[name]
-    model = copied(made("folded"), tmp_path / "m")
+    model = copied(artifact("folded"), tmp_path / "m")
     plant(model)
-    report = look(model)
+    report = quick_verify(model)
     assert [item.where for item in report.findings if item.check == "manifest"] == [where]
 
 
-def test_an_edited_model_card_passes(made, tmp_path):
-    model = copied(made("folded"), tmp_path / "m")
+def test_an_edited_model_card_passes(artifact, tmp_path):
+    model = copied(artifact("folded"), tmp_path / "m")
     (model / "README.md").write_text("with figures")
-    assert said(look(model)) == []
+    assert describe(quick_verify(model)) == []
 
 
-def test_the_logits_check_finds_configuration_and_scale_errors(made, source, tmp_path):
-    model, original = copied(made("folded"), tmp_path / "m"), source("llama-wide")
+def test_the_logits_check_finds_configuration_and_scale_errors(artifact, source, tmp_path):
+    model, original = copied(artifact("folded"), tmp_path / "m"), source("llama-wide")
     (model / NAME).unlink()
     document(CONFIG, lambda config: config.update(rms_norm_eps=0.1))(model)
     findings = verify(model, original).findings
@@ -639,13 +643,13 @@ def test_the_logits_check_finds_configuration_and_scale_errors(made, source, tmp
 def test_a_tuned_gptq_result_of_the_demo_passes(tmp_path):
     demo = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
     quantize(demo, tmp_path / "q", recipe("gptq", scheme="int4:g128:sym", tune=2))
-    assert said(verify(tmp_path / "q", demo)) == []
+    assert describe(verify(tmp_path / "q", demo)) == []
     (tmp_path / "q" / NAME).unlink()
-    assert said(verify(tmp_path / "q", demo)) == []
+    assert describe(verify(tmp_path / "q", demo)) == []
 
 
-def test_a_source_with_fewer_blocks_is_reported(made, source, tmp_path):
-    model = copied(made("folded"), tmp_path / "m")
+def test_a_source_with_fewer_blocks_is_reported(artifact, source, tmp_path):
+    model = copied(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     shorter = first_blocks(copied(source("llama-wide"), tmp_path / "shorter"), 1)
     report = verify(model, shorter)
@@ -661,7 +665,7 @@ def test_undeclared_families_with_renamed_tensors_are_verified(family, tmp_path)
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
     report = verify(tmp_path / "q", source)
-    assert said(report) == []
+    assert describe(report) == []
     assert report.figures["kl_mean"] > 0
     (tmp_path / "q" / NAME).unlink()
     stored = load_file(tmp_path / "q/model.safetensors")
@@ -676,7 +680,7 @@ def test_a_gemma4_model_is_verified(tmp_path):
     source = tiny_families.write("gemma4_unified", tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
     report = verify(tmp_path / "q", source)
-    assert said(report) == []
+    assert describe(report) == []
     assert report.figures["kl_mean"] > 0
 
 
@@ -685,7 +689,7 @@ def test_logits_are_skipped_for_models_that_need_images(family, tmp_path):
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
     report = verify(tmp_path / "q", source)
-    assert said(report) == []
+    assert describe(report) == []
     assert "run" in report.skipped["logits"]
     report = verify(tmp_path / "q")
     assert {item.severity for item in report.findings} <= {Severity.WARNING}
@@ -693,14 +697,14 @@ def test_logits_are_skipped_for_models_that_need_images(family, tmp_path):
 
 def test_a_copy_of_the_source_warns_that_nothing_is_quantized(source):
     model = source("llama-wide")
-    assert said(look(model)) == []
-    assert [(item.check, item.severity) for item in look(model, model).findings] == [
+    assert describe(quick_verify(model)) == []
+    assert [(item.check, item.severity) for item in quick_verify(model, model).findings] == [
         ("nothing-quantized", Severity.WARNING)
     ]
 
 
-def test_the_verify_command_exits_with_5_and_lists_findings(made, tmp_path, capsys):
-    model = copied(made("folded"), tmp_path / "m")
+def test_the_verify_command_exits_with_5_and_lists_findings(artifact, tmp_path, capsys):
+    model = copied(artifact("folded"), tmp_path / "m")
     sound = command(capsys, "verify", model, "--no-forward", "--json")
     (model / "notes.txt").write_text("x")
     ended = command(capsys, "verify", model, "--no-forward", "--json")
@@ -712,19 +716,19 @@ def test_the_verify_command_exits_with_5_and_lists_findings(made, tmp_path, caps
     assert document["skipped"]["quantization-error"].startswith("no source")
 
 
-def test_an_engine_that_cannot_load_the_artifact_is_a_finding(made):
-    report = look(made("zeros"), engine="vllm")
+def test_an_engine_that_cannot_load_the_artifact_is_a_finding(artifact):
+    report = quick_verify(artifact("zeros"), engine="vllm")
     assert [item.check for item in report.findings] == ["engine"]
     with pytest.raises(UsageError, match="unknown engine"):
-        look(made("zeros"), engine="vlmm")
+        quick_verify(artifact("zeros"), engine="vlmm")
 
 
-def test_an_engine_alias_has_the_verdict_of_its_engine(made):
+def test_an_engine_alias_has_the_verdict_of_its_engine(artifact):
     """Every engine of `quantize --for` is one of `verify --for`."""
-    model = made("zeros")
+    model = artifact("zeros")
     for engine, target in TARGETS.items():
         report, engine_report = (
-            look(model, engine=name) for name in (engine, target.verdict_engine)
+            quick_verify(model, engine=name) for name in (engine, target.verdict_engine)
         )
         assert [item.detail for item in report.findings] == [
             item.detail for item in engine_report.findings

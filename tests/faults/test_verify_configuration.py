@@ -62,7 +62,9 @@ def saved(config: Document) -> Document:
     return document
 
 
-def judged(own: Document, other: Document, tensors: dict[str, str] | None = None) -> list[str]:
+def find_differences(
+    own: Document, other: Document, tensors: dict[str, str] | None = None
+) -> list[str]:
     report = Report(Path("m"))
     compare_files(report, SideFiles(own, tensors=tensors or {}), SideFiles(other))
     findings = [item for item in report.findings if item.check == "configuration"]
@@ -73,8 +75,8 @@ def judged(own: Document, other: Document, tensors: dict[str, str] | None = None
 @pytest.mark.parametrize("name", RELEASED)
 def test_files_saved_by_transformers_pass(name):
     released = RELEASED[name]
-    assert judged(saved(released), released) == []
-    assert judged(released, saved(released)) == []
+    assert find_differences(saved(released), released) == []
+    assert find_differences(released, saved(released)) == []
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -97,7 +99,7 @@ def other_than(value: Any) -> Any:
     return []
 
 
-def changed(document: Document, path: tuple[Any, ...], value: Any = ...) -> Document:
+def with_value(document: Document, path: tuple[Any, ...], value: Any = ...) -> Document:
     """A copy with another value at a place, or without it."""
     edited = copy.deepcopy(document)
     node: Any = edited
@@ -111,7 +113,7 @@ def changed(document: Document, path: tuple[Any, ...], value: Any = ...) -> Docu
 
 
 # Their absence means the same to transformers: it has the same default, or does not know them.
-MAY_GO = {"use_cache", "transformers_version", "_name_or_path", "tie_word_embeddings"}
+OPTIONAL_KEYS = {"use_cache", "transformers_version", "_name_or_path", "tie_word_embeddings"}
 
 
 # What transformers ignores: notes, a window that is switched off, a family inside of another.
@@ -126,9 +128,11 @@ def test_every_changed_or_added_configuration_key_is_found(name):
         for key in path:
             value = value[key]
         if not {path[-1], f"{name} {path[-1]}"} & IGNORED or path == ("model_type",):
-            assert judged(changed(config, path, other_than(value)), config), path
+            assert find_differences(with_value(config, path, other_than(value)), config), path
         if isinstance(path[-1], str):
-            (finding,) = judged(changed(config, (*path[:-1], "added_by_nobody"), 1), config)
+            (finding,) = find_differences(
+                with_value(config, (*path[:-1], "added_by_nobody"), 1), config
+            )
             assert finding.startswith("warning"), finding
 
 
@@ -136,10 +140,10 @@ def test_every_changed_or_added_configuration_key_is_found(name):
 def test_a_missing_key_is_found_if_its_default_differs(name):
     config = RELEASED[name]
     whole = saved(config)
-    for key in config.keys() - MAY_GO:
-        gone = saved(changed(config, (key,))) if key != "model_type" else {}
+    for key in config.keys() - OPTIONAL_KEYS:
+        gone = saved(with_value(config, (key,))) if key != "model_type" else {}
         if any(gone.get(other_key) != value for other_key, value in whole.items()):
-            assert judged(changed(config, (key,)), config), key
+            assert find_differences(with_value(config, (key,)), config), key
 
 
 # What is added to a configuration of Mistral, and how bad it is.
@@ -163,51 +167,53 @@ ADDED: dict[str, tuple[Any, str]] = {
 def test_an_added_key_is_an_error_if_loaders_use_it(key):
     config = RELEASED["mistral"]
     value, severity = ADDED[key]
-    findings = judged({**config, key: value}, config)
+    findings = find_differences({**config, key: value}, config)
     assert any(item.startswith(severity) for item in findings), findings
     assert severity == "error" or not any(item.startswith("error") for item in findings)
 
 
 def test_a_built_in_attention_implementation_passes():
     config = RELEASED["mistral"]
-    assert judged({**config, "_attn_implementation": "sdpa"}, config) == []
+    assert find_differences({**config, "_attn_implementation": "sdpa"}, config) == []
 
 
 def test_older_and_newer_key_spellings_must_agree():
     config = saved(RELEASED["llama"])
     scaling = RELEASED["llama"]["rope_scaling"]
-    assert judged({**config, "rope_theta": 5e5}, config) == []
-    assert judged({**config, "rope_scaling": scaling, "rope_theta": 5e5}, config) == []
-    assert judged({**config, "rope_theta": 1e4}, config)
-    assert judged({**config, "torch_dtype": "bfloat16"}, config) == []
-    assert judged({**config, "torch_dtype": "float64"}, config)
-    assert judged({**config, "rope_scaling": {**scaling, "factor": 2.0}}, config)
+    assert find_differences({**config, "rope_theta": 5e5}, config) == []
+    assert find_differences({**config, "rope_scaling": scaling, "rope_theta": 5e5}, config) == []
+    assert find_differences({**config, "rope_theta": 1e4}, config)
+    assert find_differences({**config, "torch_dtype": "bfloat16"}, config) == []
+    assert find_differences({**config, "torch_dtype": "float64"}, config)
+    assert find_differences({**config, "rope_scaling": {**scaling, "factor": 2.0}}, config)
 
 
 def test_null_equals_absent_only_without_a_default():
     config = RELEASED["mistral"]  # its window is null, the default of the family 4096
-    assert judged({**config, "pad_token_id": None}, config) == []
-    assert judged({key: config[key] for key in config if key != "sliding_window"}, config)
+    assert find_differences({**config, "pad_token_id": None}, config) == []
+    assert find_differences({key: config[key] for key in config if key != "sliding_window"}, config)
 
 
 def test_a_separately_quantized_head_may_be_untied():
     config = RELEASED["llama"]
     edited = {**config, "tie_word_embeddings": False}
-    assert judged(edited, config)
-    assert judged(edited, config, {"lm_head.weight_packed": "I32"}) == []
+    assert find_differences(edited, config)
+    assert find_differences(edited, config, {"lm_head.weight_packed": "I32"}) == []
 
 
 def test_an_unreadable_configuration_is_compared_literally():
     config = {**RELEASED["llama"], "model_type": "of_nobody", "width": 3}
-    assert judged({**config, "use_cache": True}, config) == []
-    assert judged({**config, "width": 4}, config)[0].startswith("error")
+    assert find_differences({**config, "use_cache": True}, config) == []
+    assert find_differences({**config, "width": 4}, config)[0].startswith("error")
     edited = {**RELEASED["llama"], "num_attention_heads": "x"}
-    assert any("num_attention_heads = 'x'" in item for item in judged(edited, RELEASED["llama"]))
+    assert any(
+        "num_attention_heads = 'x'" in item for item in find_differences(edited, RELEASED["llama"])
+    )
 
 
 def test_configuration_values_are_printed_escaped_and_short():
     config = RELEASED["llama"]
     for edited in ({**config, "x\x1b[2J\u202e": "a\x07b\u2066"}, {**config, "vocab_size": 10**400}):
-        text = "".join(judged(edited, config))
+        text = "".join(find_differences(edited, config))
         assert text.isprintable()
         assert 0 < len(text) < 600

@@ -63,7 +63,7 @@ def both(*edits: Edit) -> Edit:
     return apply
 
 
-def said(**values: Any) -> Edit:
+def put(**values: Any) -> Edit:
     return lambda model: model.quantization.update(values)
 
 
@@ -71,8 +71,8 @@ def group(**values: Any) -> Edit:
     return lambda model: model.group.update(values)
 
 
-def kind(name: str) -> Edit:
-    return both(said(format=name), group(format=name))
+def storage(name: str) -> Edit:
+    return both(put(format=name), group(format=name))
 
 
 def weights(**values: Any) -> Edit:
@@ -83,7 +83,7 @@ def inputs(**values: Any) -> Edit:
     return lambda model: model.group["input_activations"].update(values)
 
 
-def unsaid(key: str) -> Edit:
+def drop(key: str) -> Edit:
     def apply(model: Model) -> None:
         model.quantization.pop(key)
 
@@ -139,12 +139,12 @@ def file(name: str, **values: Any) -> Edit:
     return apply
 
 
-def alone(model: Model) -> None:
+def only_config(model: Model) -> None:
     """Leave the one description in ``config.json``."""
     (model.path / COPY).unlink()
 
 
-def plainly(model: Model) -> None:
+def unquantize_up(model: Model) -> None:
     """Store one module that a group targets as it was."""
     without(f"{UP}.weight_packed")(model)
     without(f"{UP}.weight_scale")(model)
@@ -163,17 +163,17 @@ def one_group(model: Model) -> None:
 
 PLANTED: dict[str, tuple[str, Edit, str]] = {
     # compressed-tensors: which modules
-    "ignored, and packed": (INT4, said(ignore=["lm_head", UP]), "excludes it"),
-    "ignored by a pattern, and packed": (INT4, said(ignore=["lm_head", "re:.*up_proj"]), "excludes it"),
-    "a tied head that nothing ignores": (INT4, said(ignore=[]), "lm_head"),
-    "targeted, and plain": (INT4, plainly, "declares that it is"),
+    "ignored, and packed": (INT4, put(ignore=["lm_head", UP]), "excludes it"),
+    "ignored by a pattern, and packed": (INT4, put(ignore=["lm_head", "re:.*up_proj"]), "excludes it"),
+    "a tied head that nothing ignores": (INT4, put(ignore=[]), "lm_head"),
+    "targeted, and plain": (INT4, unquantize_up, "declares that it is"),
     "packed, and no group's": (INT4, group(targets=[UP]), "no config group"),
     "two groups of one module": (INT4, second_group("re:.*(up|gate)_proj", input_activations=CACHE), "int4"),
     # how they are stored
-    "packed in a format of plain codes": (INT4, kind("naive-quantized"), "is packed"),
-    "plain in a packed format": (INT8, kind("pack-quantized"), "is not packed"),
-    "another format": (INT4, kind("nvfp4-pack-quantized"), "nvfp4"),
-    "the format of the group is another": (INT4, said(format="int-quantized"), "format"),
+    "packed in a format of plain codes": (INT4, storage("naive-quantized"), "is packed"),
+    "plain in a packed format": (INT8, storage("pack-quantized"), "is not packed"),
+    "another format": (INT4, storage("nvfp4-pack-quantized"), "nvfp4"),
+    "the format of the group is another": (INT4, put(format="int-quantized"), "format"),
     "another width": (INT4, weights(num_bits=8), "asks for"),
     "larger groups": (INT4, weights(group_size=64), "the other tensors hold"),
     "one scale for a row": (INT4, weights(strategy="channel", group_size=None), "asks for"),
@@ -197,41 +197,43 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "weights that are rounded anew": (INT4, weights(dynamic=True), "weights.dynamic"),
     "another type of scales": (NVFP4, weights(scale_dtype="torch.uint8"), "scale_dtype"),
     "an order that nobody knows": (INT4, weights(actorder="x"), "actorder"),
-    "no status": (INT4, unsaid("quantization_status"), "quantization_status is missing"),
+    "no status": (INT4, drop("quantization_status"), "quantization_status is missing"),
     "inputs that nobody scaled": (MXFP4, inputs(dynamic=False), "input_activations.dynamic = False"),
     "inputs of an order that nobody knows": (INT8, inputs(actorder="x"), "input_activations.actorder"),
     "groups of no size": (FP8, inputs(strategy="group", dynamic=True), "activations of 8 bits per group"),
     "a group of no layer": (INT4, second_group("re:.*nothing"), "group_1.targets"),
     "a group of another name": (INT4, lambda m: m.quantization.update(config_groups={"W4A16": m.group}), "group_0"),
-    "weights that are said to be plain": (INT4, said(quantization_status="frozen"), "quantization_status"),
+    "weights that are said to be plain": (INT4, put(quantization_status="frozen"), "quantization_status"),
     # the cache
-    "a cache without scales": (INT4, said(kv_cache_scheme=CACHE), "scales of the KV cache are missing"),
-    "scales without a cache": (FP8, said(kv_cache_scheme=None), "kv_cache_scheme is missing"),
+    "a cache without scales": (INT4, put(kv_cache_scheme=CACHE), "scales of the KV cache are missing"),
+    "scales without a cache": (FP8, put(kv_cache_scheme=None), "kv_cache_scheme is missing"),
     # GPTQ and AWQ
-    "desc_act, in order": (GPTQ, both(alone, said(desc_act=True)), "desc_act = true"),
-    "scattered, and nothing said": (ORDERED, both(alone, unsaid("desc_act")), "desc_act is missing"),
-    "of the second layout, and nothing said": (V2, both(alone, unsaid("checkpoint_format")), "checkpoint_format"),
-    "4 bits, and nothing said": (NF4, unsaid("load_in_4bit"), "load_in_4bit is missing"),
-    "symmetric, and said to be not": (GPTQ, both(alone, said(sym=False)), "sym = False"),
-    "asymmetric, and said to be not": (V2, said(sym=True), "config.json says sym"),
-    "desc_act without g_idx": (GPTQ, both(alone, said(desc_act=True), without(".g_idx")), "g_idx is missing"),
-    "desc_act, one g_idx missing": (ORDERED, both(alone, without("up_proj.g_idx")), "g_idx is missing"),
-    "scattered, and no desc_act": (ORDERED, both(alone, said(desc_act=False)), "runs of columns"),
+    "desc_act, in order": (GPTQ, both(only_config, put(desc_act=True)), "desc_act = true"),
+    "scattered, and nothing said": (ORDERED, both(only_config, drop("desc_act")), "desc_act is missing"),
+    "of the second layout, and nothing said": (V2, both(only_config, drop("checkpoint_format")), "checkpoint_format"),
+    "4 bits, and nothing said": (NF4, drop("load_in_4bit"), "load_in_4bit is missing"),
+    "symmetric, and said to be not": (GPTQ, both(only_config, put(sym=False)), "sym = False"),
+    "asymmetric, and said to be not": (V2, put(sym=True), "config.json says sym"),
+    "desc_act without g_idx": (GPTQ, both(only_config, put(desc_act=True), without(".g_idx")), "g_idx is missing"),
+    "desc_act, one g_idx missing": (ORDERED, both(only_config, without("up_proj.g_idx")), "g_idx is missing"),
+    "scattered, and no desc_act": (ORDERED, both(only_config, put(desc_act=False)), "runs of columns"),
     "scattered, and no desc_act of one": (ORDERED, both(
-        alone, said(dynamic={"+:.*up_proj": {"desc_act": False}})), "runs of columns"),
+        only_config, put(dynamic={"+:.*up_proj": {"desc_act": False}})), "runs of columns"),
     "in the list, and plain": (SKIPPED, both(
-        alone, said(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj"]])), "declares that it is"),
-    "not in the list, and packed": (GPTQ, both(alone, said(modules_in_block_to_quantize=[LINEARS])), "excludes it"),
-    "no list of lists": (GPTQ, both(alone, said(modules_in_block_to_quantize="o_proj")), "is no list"),
-    "not to convert, and packed": (GPTQ, both(alone, said(modules_to_not_convert=["up_proj"])), "is packed"),
-    "two names of the method": (GPTQ, both(alone, said(method="awq")), "quant_method"),
-    "two names of the width": (AWQ, both(alone, said(w_bit=8)), "w_bit"),
-    "two names of the groups": (AWQ, both(alone, said(q_group_size=64)), "q_group_size"),
-    "excepted by a rule, and packed": (AWQ, both(alone, said(dynamic={"-:.*up_proj": {}})), "is packed"),
-    "an order of columns in AWQ": (AWQ, both(alone, said(desc_act=True)), "desc_act = true"),
-    "zero points that are said nothing of": (AWQ, both(alone, unsaid("zero_point")), "zero_point is missing"),
-    "zero points that are denied": (AWQ, both(alone, said(zero_point=False)), "zero points differ"),
-    "a method that nobody knows": (GPTQ, both(alone, said(quant_method="x", method="x")), "is the name right"),
+        only_config, put(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj"]])),
+        "declares that it is"),
+    "not in the list, and packed": (GPTQ,
+        both(only_config, put(modules_in_block_to_quantize=[LINEARS])), "excludes it"),
+    "no list of lists": (GPTQ, both(only_config, put(modules_in_block_to_quantize="o_proj")), "is no list"),
+    "not to convert, and packed": (GPTQ, both(only_config, put(modules_to_not_convert=["up_proj"])), "is packed"),
+    "two names of the method": (GPTQ, both(only_config, put(method="awq")), "quant_method"),
+    "two names of the width": (AWQ, both(only_config, put(w_bit=8)), "w_bit"),
+    "two names of the groups": (AWQ, both(only_config, put(q_group_size=64)), "q_group_size"),
+    "excepted by a rule, and packed": (AWQ, both(only_config, put(dynamic={"-:.*up_proj": {}})), "is packed"),
+    "an order of columns in AWQ": (AWQ, both(only_config, put(desc_act=True)), "desc_act = true"),
+    "zero points that are said nothing of": (AWQ, both(only_config, drop("zero_point")), "zero_point is missing"),
+    "zero points that are denied": (AWQ, both(only_config, put(zero_point=False)), "zero points differ"),
+    "a method that nobody knows": (GPTQ, both(only_config, put(quant_method="x", method="x")), "is the name right"),
     # other homes of the same
     "a copy with other groups": (GPTQ, file(COPY, group_size=128), COPY),
     "a copy with another order": (GPTQ, file(COPY, desc_act=True), COPY),
@@ -251,28 +253,28 @@ HEALTHY: dict[str, tuple[str, Edit]] = {
     "scattered as it is said": (INT4, both(weights(actorder="group"), index(lambda i: i.flip(0)))),
     "no order at all": (INT4, weights(actorder=None)),
     "no format of the group": (INT4, lambda m: m.group.pop("format")),
-    "no format anywhere": (INT8, both(unsaid("format"), lambda m: m.group.pop("format"))),
+    "no format anywhere": (INT8, both(drop("format"), lambda m: m.group.pop("format"))),
     "one group by name, one by class": (INT4, second_group(UP)),
-    "a head that a pattern ignores": (INT4, said(ignore=["re:.*lm_head"])),
-    "targets that leave the head alone": (INT4, both(said(ignore=[]), group(targets=["re:.*layers.*"]))),
+    "a head that a pattern ignores": (INT4, put(ignore=["re:.*lm_head"])),
+    "targets that leave the head alone": (INT4, both(put(ignore=[]), group(targets=["re:.*layers.*"]))),
     "no desc_act, no g_idx": (GPTQ, without(".g_idx")),
-    "desc_act, in order, as static groups are": (GPTQ, both(alone, said(desc_act=True, static_groups=True))),
-    "desc_act of one group": (GPTQ, both(alone, one_group, said(desc_act=True, group_size=-1))),
+    "desc_act, in order, as static groups are": (GPTQ, both(only_config, put(desc_act=True, static_groups=True))),
+    "desc_act of one group": (GPTQ, both(only_config, one_group, put(desc_act=True, group_size=-1))),
     "no arguments but those that are needed": (INT4, lambda m: m.group.update(
         weights={"num_bits": 4, "group_size": 32})),
-    "rules and a list that agree": (SKIPPED, said(modules_in_block_to_quantize=[LINEARS])),
-    "the list alone": (SKIPPED, both(alone, unsaid("dynamic"), said(modules_in_block_to_quantize=[LINEARS]))),
+    "rules and a list that agree": (SKIPPED, put(modules_in_block_to_quantize=[LINEARS])),
+    "the list alone": (SKIPPED, both(only_config, drop("dynamic"), put(modules_in_block_to_quantize=[LINEARS]))),
     "a list for what this model has not": (GPTQ,
-        said(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj", "mlp.more"]])),
-    "one description": (GPTQ, alone),
+        put(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj", "mlp.more"]])),
+    "one description": (GPTQ, only_config),
     "AWQ's old file in its spelling": (AWQ,
         file("quant_config.json", zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
-    "both names, one value": (AWQ, both(alone, said(w_bit=4, q_group_size=32))),
+    "both names, one value": (AWQ, both(only_config, put(w_bit=4, q_group_size=32))),
     "a copy that leaves out what is usual": (GPTQ, file(COPY, desc_act=None, sym=None, lm_head=None)),
 }  # fmt: skip
 
 
-def told(path: Path) -> list[str]:
+def find_messages(path: Path) -> list[str]:
     report = verify(path, forward=False)
     return [f"{item.where}: {item.detail}" for item in report.findings]
 
@@ -282,7 +284,7 @@ def test_a_contradiction_is_found_and_named(name, tmp_path):
     artifact, edit, part = PLANTED[name]
     model = Model(artifact, tmp_path)
     edit(model)
-    messages = told(model.written())
+    messages = find_messages(model.written())
     assert any(part in item for item in messages), messages
 
 
@@ -291,12 +293,12 @@ def test_unambiguous_configurations_pass(name, tmp_path):
     artifact, edit = HEALTHY[name]
     model = Model(artifact, tmp_path)
     edit(model)
-    assert told(model.written()) == []
+    assert find_messages(model.written()) == []
 
 
 def test_scattered_columns_without_desc_act_are_not_decoded(tmp_path):
     model = Model(ORDERED, tmp_path)
-    said(desc_act=False)(model)
+    put(desc_act=False)(model)
     checkpoint = decode_checkpoint(open_model(model.written()))
     with pytest.raises(InputError, match=r"runs of columns, but .*g_idx scatters them"):
         checkpoint.read(f"{UP}.weight")

@@ -18,26 +18,26 @@ from tests.runs import copied, quantize, recipe
 OTHER = "model.layers.0.mlp.up_proj.weight"
 
 
-def look(path: Path, source: Path) -> Report:
+def quick_verify(path: Path, source: Path) -> Report:
     return verify(path, source, forward=False)
 
 
-def exported(source: Path, directory: Path, scheme: str, form: str) -> Path:
+def export_result(source: Path, directory: Path, scheme: str, format_key: str) -> Path:
     """Return the export of a result, beside it."""
     out = directory / "q"
     quantize(source, out, recipe(scheme=scheme, scales="absmax"))
-    file = directory / ("e.gguf" if form == "gguf" else "e")
-    export(out, out=file, format=form)
+    file = directory / ("e.gguf" if format_key == "gguf" else "e")
+    export(out, out=file, format=format_key)
     return file
 
 
 @pytest.mark.parametrize(
-    ("scheme", "form"),
+    ("scheme", "format_key"),
     [("int4:channel:sym", "gguf"), ("int8:tensor:sym", "gguf"), ("int4:channel:sym", "awq")],
 )
-def test_repeated_scales_are_judged_by_the_original_group(tiny, tmp_path, scheme, form):
+def test_repeated_scales_are_judged_by_the_original_group(tiny, tmp_path, scheme, format_key):
     source = tiny("llama-wide")
-    report = look(exported(source, tmp_path, scheme, form), source)
+    report = quick_verify(export_result(source, tmp_path, scheme, format_key), source)
     assert report.findings == []
     assert max(row["error_vs_rtn"] for row in report.tensors) < 2
 
@@ -52,12 +52,12 @@ def test_split_groups_are_judged_by_the_original_group(tiny, tmp_path):
     result, out = tmp_path / "q", tmp_path / "e"
     quantize(source, result, recipe(scheme="int4:g128:sym", rules=rules, scales="absmax"))
     export(result, out=out, format="gptq")
-    assert look(result, source).findings == look(out, source).findings == []
+    assert quick_verify(result, source).findings == quick_verify(out, source).findings == []
 
 
 def test_too_much_export_error_is_a_warning(tiny, tmp_path):
     source, other = tiny("llama-wide"), tmp_path / "other"
-    file = exported(source, tmp_path, "int4:g32:sym", "gguf")
+    file = export_result(source, tmp_path, "int4:g32:sym", "gguf")
     Path(f"{file}.quantforge.json").unlink()
     shutil.copytree(source, other)
     tensors = load_file(other / "model.safetensors")
@@ -65,7 +65,7 @@ def test_too_much_export_error_is_a_warning(tiny, tmp_path):
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
     tensors[OTHER] = (value + 0.4 * value.std() * noise).to(tensors[OTHER].dtype)
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    report = look(file, other)
+    report = quick_verify(file, other)
     assert {(item.check, item.severity) for item in report.findings} == {
         ("quantization-error", Severity.WARNING)
     }
@@ -76,7 +76,7 @@ def test_too_much_export_error_is_a_warning(tiny, tmp_path):
 def test_decoded_weights_are_one_warning_but_changed_matrices_each_one(tiny, tmp_path):
     source = tiny("llama-wide")
     (report, other) = (
-        look(exported(source, tmp_path, "int6:g32:sym", "plain"), source),
+        quick_verify(export_result(source, tmp_path, "int6:g32:sym", "plain"), source),
         tmp_path / "other",
     )
     assert [(item.check, item.severity) for item in report.findings] == [
@@ -91,4 +91,4 @@ def test_decoded_weights_are_one_warning_but_changed_matrices_each_one(tiny, tmp
     changed = sorted(name for name in tensors if "layers.0.mlp" in name)[:2]
     tensors |= {name: decoded[name] for name in changed}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    assert sorted(item.where for item in look(other, source).findings) == changed
+    assert sorted(item.where for item in quick_verify(other, source).findings) == changed

@@ -64,7 +64,7 @@ def model(tmp_path):
     return shutil.copytree(ARTIFACT, tmp_path / "m")
 
 
-def found(model, source=None):
+def unexpected_files(model, source=None):
     report = verify(model, source, forward=False)
     return {item.where: item for item in report.findings if item.check == "unexpected-files"}
 
@@ -73,11 +73,11 @@ def test_extra_files_that_loaders_read_are_found(model, source):
     for name in PLANTED:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")
-    extra = found(model, source)
+    extra = unexpected_files(model, source)
     assert {name: item.severity for name, item in extra.items()} == dict.fromkeys(
         PLANTED, Severity.ERROR
     )
-    assert {name: item.severity for name, item in found(model).items()} == {
+    assert {name: item.severity for name, item in unexpected_files(model).items()} == {
         name: severity for name, severity in PLANTED.items() if severity
     }
 
@@ -86,21 +86,21 @@ def test_harmless_extra_files_pass(model, source):
     for name in HARMLESS:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")
-    assert found(model, source) == found(model) == {}
+    assert unexpected_files(model, source) == unexpected_files(model) == {}
 
 
 def test_extra_files_identical_to_the_source_pass(model, source, tmp_path):
     source = shutil.copytree(source, tmp_path / "s")
     for directory in (model, source):
         (directory / "modeling_x.py").write_text("x = 1")
-    assert found(model, source) == {}
+    assert unexpected_files(model, source) == {}
     (model / "modeling_x.py").write_text("x = 2")
-    assert "differs from the source's" in found(model, source)["modeling_x.py"].detail
+    assert "differs from the source's" in unexpected_files(model, source)["modeling_x.py"].detail
 
 
 def test_file_names_are_printed_escaped(model, source):
     (model / "a\x1b[31m\u202e.py").write_text("x")
-    (name,) = found(model, source)
+    (name,) = unexpected_files(model, source)
     assert name.isprintable()
 
 
@@ -108,7 +108,7 @@ def test_original_weights_beside_quantized_ones_are_a_warning(model, source, tmp
     source = shutil.copytree(source, tmp_path / "s")
     for directory in (model, source):
         (directory / "pytorch_model.bin").write_bytes(b"0")
-    assert found(model, source)["pytorch_model.bin"].severity is Severity.WARNING
+    assert unexpected_files(model, source)["pytorch_model.bin"].severity is Severity.WARNING
 
 
 def test_a_chat_template_is_compared_only_with_a_source(model, source):

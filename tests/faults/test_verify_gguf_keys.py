@@ -29,7 +29,7 @@ FAMILIES = ("llama", "llama-yarn", "gemma3", "phi3-long", "qwen3_moe", "gpt2")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def source_and_gguf(tmp_path_factory):
     """A source and a file of it."""
 
     @cache
@@ -45,7 +45,7 @@ def made(tmp_path_factory):
     return make
 
 
-def told(path, source) -> list[str]:
+def find_messages(path, source) -> list[str]:
     report = Report(path, source)
     artifact = open_artifact(report)
     assert artifact is not None
@@ -63,16 +63,16 @@ def test_only_the_differing_part_of_long_texts_is_shown():
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
-def test_gguf_keys_of_our_files_pass(family, made):
-    source, file = made(family)
-    assert told(file, source) == []
+def test_gguf_keys_of_our_files_pass(family, source_and_gguf):
+    source, file = source_and_gguf(family)
+    assert find_messages(file, source) == []
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k_m"])
 def test_gguf_keys_of_llama_cpp_files_pass(name, tmp_path):
     record = (peers.FIXTURES / f"llama.cpp-{name}.json").read_text()
     source = peers.make("wide" if '"wide"' in record else "narrow", tmp_path)
-    assert told(peers.FIXTURES / f"llama.cpp-{name}.gguf", source) == []
+    assert find_messages(peers.FIXTURES / f"llama.cpp-{name}.gguf", source) == []
 
 
 def other_than(value: Any) -> Any:
@@ -89,8 +89,8 @@ def other_than(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "sentencepiece", "qwen3_moe"])
-def test_every_changed_added_or_missing_gguf_key_is_found(family, made):
-    source, path = made(family)
+def test_every_changed_added_or_missing_gguf_key_is_found(family, source_and_gguf):
+    source, path = source_and_gguf(family)
     file = read_gguf(path)
     expected, _ = expected_keys(file, open_source(source))
     keys = {key: value.value for key, value in file.metadata.items()}
@@ -122,8 +122,8 @@ def test_every_changed_added_or_missing_gguf_key_is_found(family, made):
         assert levels == ([severity] if severity else []), key
 
 
-def test_token_scores_are_compared_by_order(made):
-    source, path = made("sentencepiece")
+def test_token_scores_are_compared_by_order(source_and_gguf):
+    source, path = source_and_gguf("sentencepiece")
     file = read_gguf(path)
     expected, _ = expected_keys(file, open_source(source))
     keys = {key: value.value for key, value in file.metadata.items()}
@@ -136,7 +136,7 @@ def test_token_scores_are_compared_by_order(made):
     assert list(key_differences({**keys, "tokenizer.ggml.scores": "x"}, expected))
 
 
-def planted(path, target, key: str, change):
+def plant_key(path, target, key: str, change):
     """A copy whose 32-bit value of a key is another."""
     shutil.copy(path, target)
     data = bytearray(target.read_bytes())
@@ -147,8 +147,8 @@ def planted(path, target, key: str, change):
 
 
 @pytest.mark.parametrize("key", ["model", "pre"])
-def test_a_missing_tokenizer_model_key_is_a_finding(key, made, tmp_path):
-    source, path = made("llama")
+def test_a_missing_tokenizer_model_key_is_a_finding(key, source_and_gguf, tmp_path):
+    source, path = source_and_gguf("llama")
     bad = tmp_path / "m.gguf"
     name = f"tokenizer.ggml.{key}".encode()
     bad.write_bytes(path.read_bytes().replace(name, name[:-1] + b"_"))
@@ -157,26 +157,26 @@ def test_a_missing_tokenizer_model_key_is_a_finding(key, made, tmp_path):
     assert not verify(path, source, forward=False).findings
 
 
-def test_another_rope_frequency_base_is_found(made, tmp_path):
-    source, path = made("qwen3_moe")
-    bad = planted(path, tmp_path / "m.gguf", "qwen3moe.rope.freq_base", struct.pack("<f", 5e5))
-    assert any("rope.freq_base" in item for item in told(bad, source))
+def test_another_rope_frequency_base_is_found(source_and_gguf, tmp_path):
+    source, path = source_and_gguf("qwen3_moe")
+    bad = plant_key(path, tmp_path / "m.gguf", "qwen3moe.rope.freq_base", struct.pack("<f", 5e5))
+    assert any("rope.freq_base" in item for item in find_messages(bad, source))
 
 
-def test_rope_frequencies_must_match_the_configuration(made, tmp_path):
-    _, path = made("llama")
+def test_rope_frequencies_must_match_the_configuration(source_and_gguf, tmp_path):
+    _, path = source_and_gguf("llama")
     source = gguf_models.make(
         "llama", tmp_path / "s", rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     )
-    assert any("rotary embedding" in item for item in told(path, source))
+    assert any("rotary embedding" in item for item in find_messages(path, source))
 
 
 @pytest.mark.parametrize("rules", [
     {"v_proj": "q8_0", "down_proj": "q5_0"}, {"mlp": "q5_1"}, {"layers.0": "q8_0", "layers.1": "q5_1"},
     {"mlp": "keep"}, {"self_attn": "q4_1", "mlp": "q5_0"},
 ])  # fmt: skip
-def test_mixed_gguf_rules_give_a_mixed_output_name(made, tmp_path, rules):
-    source, _ = made("llama")
+def test_mixed_gguf_rules_give_a_mixed_output_name(source_and_gguf, tmp_path, rules):
+    source, _ = source_and_gguf("llama")
     recipe = Recipe(
         method="rtn", scales="absmax", format="gguf", scheme="q4_0",
         rules=tuple(Rule(f"re:.*{k}.*", v) for k, v in rules.items()),

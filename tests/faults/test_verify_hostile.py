@@ -12,9 +12,9 @@ from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
 from quantforge.verification.side_files import SideFiles, compare_files
 from tests import peers
-from tests.faults.test_verify_configuration import changed, places
+from tests.faults.test_verify_configuration import places, with_value
 
-ODD: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     None, 5, -1, "x", [], {}, [1], {"a": 1}, True, "re:(a+)+$", [[["x"]]], 3.5, 10**400, "\x1b[2J\u202e",
     {"content": [1]}, [{"name": {}, "template": 5}], [{"id": [1], "content": {}}],
 )  # fmt: skip
@@ -42,7 +42,7 @@ def side_files(files: dict[str, bytes]) -> SideFiles:
     return SideFiles(json.loads(files[CONFIG]), rest)
 
 
-def told(own: SideFiles, other: SideFiles) -> Report:
+def check_files(own: SideFiles, other: SideFiles) -> Report:
     report = Report(peers.FIXTURES)
     compare_files(report, own, other)
     find_contradictions(report, own, 100)
@@ -69,7 +69,7 @@ def test_odd_values_in_side_files_raise_no_error(name, files):
         if not {"vocab", "merges"} & set(path) or chosen.random() < 0.02
     ]
     for path in chosen.sample(paths, min(len(paths), 25)):
-        for value in chosen.sample(ODD, 2):
-            edited = {**files, name: json.dumps(changed(document, path, value)).encode()}
-            report = told(side_files(edited), side_files(files))
+        for value in chosen.sample(ODD_VALUES, 2):
+            edited = {**files, name: json.dumps(with_value(document, path, value)).encode()}
+            report = check_files(side_files(edited), side_files(files))
             assert all(f"{item.where}{item.detail}".isprintable() for item in report.findings), path

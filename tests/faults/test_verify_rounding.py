@@ -38,7 +38,7 @@ SCHEMES = (
     "nf4:g64:sym", "fp8_e4m3:row:sym", "fp8_e4m3:128x128:sym", "nvfp4", "mxfp4", "q4_k", "q6_k",
 )  # fmt: skip
 # Symmetric, with zero points, with minima, a table, tiles, two levels of scales, superblocks.
-KINDS = (
+USUAL_SCHEMES = (
     "int4:g64:sym", "int4:g128:asym", "int6:g64:min", "int8:row:sym", "nf4:g64:sym", "fp8_e4m3:128x128:sym", "nvfp4",
     "q4_k",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def matrix() -> tuple[Tensor, Tensor]:
     return weight, inputs / inputs.square().mean(1, keepdim=True).sqrt()
 
 
-def rounded(weight: Tensor, scheme: Scheme, *, search: bool = True) -> QuantizedTensor:
+def round_plainly(weight: Tensor, scheme: Scheme, *, search: bool = True) -> QuantizedTensor:
     packer = get_packer(scheme)
     parameters = packer.fit(weight, scheme, search=search)
     return QuantizedTensor(packer.encode(weight, parameters, scheme), parameters, scheme)
@@ -71,13 +71,13 @@ def scheme_of(text: str) -> Scheme:
     return scheme.with_scale(ScaleType.F16)
 
 
-def measured(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:
+def rounding_error(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:
     plain = round_to_nearest(weight, tensor.scheme)
     return measure_rounding(weight, tensor.decode(), plain, tensor, inputs)
 
 
-def problems(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> list[str]:
-    error = measured(tensor, weight, inputs)
+def find_problems(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> list[str]:
+    error = rounding_error(tensor, weight, inputs)
     more = 1.0 if inputs is not None else 2.0
     texts = [*unusual_errors(error, tensor.scheme, more)]
     damaged = find_damaged_part(weight, tensor.decode(), tensor, error)
@@ -91,9 +91,9 @@ def problems(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> 
 )
 def test_rtn_passes(text, search):
     weight, inputs = matrix()
-    tensor = rounded(weight, scheme_of(text), search=search)
-    assert problems(tensor, weight, inputs) == []
-    assert problems(tensor, weight, None) == []
+    tensor = round_plainly(weight, scheme_of(text), search=search)
+    assert find_problems(tensor, weight, inputs) == []
+    assert find_problems(tensor, weight, None) == []
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_gptq_passes(text):
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
     results = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())
     tensor = results["w"].tensor
-    assert measured(tensor, weight, inputs).whole < 1
-    assert problems(tensor, weight, inputs) == []
-    assert problems(tensor, weight, None) == []
+    assert rounding_error(tensor, weight, inputs).whole < 1
+    assert find_problems(tensor, weight, inputs) == []
+    assert find_problems(tensor, weight, None) == []
 
 
-def scaled(position: Any, factor: float) -> Change:
+def scale_by(position: Any, factor: float) -> Change:
     def change(tensor: QuantizedTensor) -> QuantizedTensor:
         scales = tensor.parameters["scales"].clone()
         scales[position] *= factor
@@ -133,7 +133,7 @@ def codes(change: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensor: replace(tensor, codes=change(tensor.codes.clone()))
 
 
-def swapped(dim: int, first: int, second: int) -> Callable[[Tensor], Tensor]:
+def swap_indices(dim: int, first: int, second: int) -> Callable[[Tensor], Tensor]:
     def change(values: Tensor) -> Tensor:
         order = torch.arange(values.shape[dim])
         order[[first, second]] = order[[second, first]]
@@ -142,7 +142,7 @@ def swapped(dim: int, first: int, second: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def put(position: tuple[slice | int, slice | int], value: int) -> Callable[[Tensor], Tensor]:
+def set_codes(position: tuple[slice | int, slice | int], value: int) -> Callable[[Tensor], Tensor]:
     def change(values: Tensor) -> Tensor:
         values[position] = value
         return values
@@ -152,17 +152,17 @@ def put(position: tuple[slice | int, slice | int], value: int) -> Callable[[Tens
 
 EVERY = slice(None)
 DEFECTS: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "all scales 1.05 times": (scaled(EVERY, 1.05), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
-    "all scales 0.9 times": (scaled(EVERY, 0.9), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
-    "a row 1.05 times": (scaled(slice(7, 8), 1.05), ("int8:row:sym",)),
-    "a row 1.3 times": (scaled(slice(7, 8), 1.3), ("int4:g64:sym", "nf4:g64:sym", "int8:row:sym")),
-    "a row twice": (scaled(slice(7, 8), 2.0), ("int3:g64:sym",)),
-    "a row of another sign": (scaled(slice(7, 8), -1.0), ("int2:g32:asym", "int3:g64:sym", "int4:g64:sym")),
+    "all scales 1.05 times": (scale_by(EVERY, 1.05), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
+    "all scales 0.9 times": (scale_by(EVERY, 0.9), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
+    "a row 1.05 times": (scale_by(slice(7, 8), 1.05), ("int8:row:sym",)),
+    "a row 1.3 times": (scale_by(slice(7, 8), 1.3), ("int4:g64:sym", "nf4:g64:sym", "int8:row:sym")),
+    "a row twice": (scale_by(slice(7, 8), 2.0), ("int3:g64:sym",)),
+    "a row of another sign": (scale_by(slice(7, 8), -1.0), ("int2:g32:asym", "int3:g64:sym", "int4:g64:sym")),
     "scales rolled by a row": (parameters(lambda v: v.roll(1, 0)), ("int3:g64:sym", "int4:g64:sym", "int8:row:sym")),
     "groups in reverse": (parameters(lambda v: v.flip(1)), ("int4:g32:sym", "int8:g32:sym")),
-    "rows exchanged": (codes(swapped(0, 3, 4)), ("int2:g32:asym", "int4:g64:sym", "int8:row:sym")),
+    "rows exchanged": (codes(swap_indices(0, 3, 4)), ("int2:g32:asym", "int4:g64:sym", "int8:row:sym")),
     "columns in pairs exchanged": (codes(lambda c: c.view(ROWS, -1, 2).flip(2).reshape(c.shape)), ("int4:g64:sym",)),
-    "a column destroyed": (codes(put((EVERY, 17), 7)), ("int4:g64:sym", "int8:row:sym")),
+    "a column destroyed": (codes(set_codes((EVERY, 17), 7)), ("int4:g64:sym", "int8:row:sym")),
     "zero points off by one": (
         lambda found: replace(found, parameters={**found.parameters, "zeros": found.parameters["zeros"] + 1}),
         ("int4:g128:asym", "int8:g128:asym")),
@@ -179,20 +179,20 @@ DEFECTS: dict[str, tuple[Change, tuple[str, ...]]] = {
 )
 def test_a_rounding_defect_exceeds_its_limit(name, text):
     weight, inputs = matrix()
-    tensor = rounded(weight, scheme_of(text))
-    assert problems(tensor, weight, inputs) == []
-    assert problems(DEFECTS[name][0](tensor), weight, inputs) != []
+    tensor = round_plainly(weight, scheme_of(text))
+    assert find_problems(tensor, weight, inputs) == []
+    assert find_problems(DEFECTS[name][0](tensor), weight, inputs) != []
 
 
 def test_weights_rounded_down_are_found_despite_small_errors():
     weight, inputs = matrix()
-    tensor = rounded(weight, scheme_of("int4:g64:sym"))
+    tensor = round_plainly(weight, scheme_of("int4:g64:sym"))
     up = tensor.decode() > weight
     lower = replace(
         tensor,
         codes=torch.where(up & (tensor.codes > tensor.codes.min()), tensor.codes - 1, tensor.codes),
     )
-    error = replace(measured(lower, weight, inputs), whole=1.0, scale_high=1.0, scale_low=1.0)
+    error = replace(rounding_error(lower, weight, inputs), whole=1.0, scale_high=1.0, scale_low=1.0)
     (text,) = unusual_errors(error, tensor.scheme)
     assert "not rounded to nearest" in text
 
@@ -200,15 +200,15 @@ def test_weights_rounded_down_are_found_despite_small_errors():
 def test_a_destroyed_column_dominates_the_column_errors():
     """A destroyed column is nearly all of the error; what others make up for is no fault of a column."""
     weight, inputs = matrix()
-    tensor = rounded(weight, scheme_of("int4:g64:sym"))
-    bad = codes(put((EVERY, 17), 7))(tensor)
-    apart = measured(bad, weight, inputs)
+    tensor = round_plainly(weight, scheme_of("int4:g64:sym"))
+    bad = codes(set_codes((EVERY, 17), 7))(tensor)
+    apart = rounding_error(bad, weight, inputs)
     assert int(apart.columns.argmax()) == 17
     other = torch.cat((apart.columns[:17], apart.columns[18:]))
     assert float(apart.columns[17]) > 20 * float(other.max())
 
 
-def rolled(values: Tensor) -> Tensor:
+def roll_group(values: Tensor) -> Tensor:
     values[7, 64:128] = values[7, 64:128].roll(1)
     return values
 
@@ -216,8 +216,8 @@ def rolled(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("text", ["int2:g64:sym", "int3:g64:sym"])
 def test_rtn_of_uniform_weights_passes(text):
     weight = 2 * torch.rand(64, 256, generator=torch.Generator().manual_seed(1)) - 1
-    tensor = rounded(weight, scheme_of(text), search=False)
-    assert problems(tensor, weight, None) == []
+    tensor = round_plainly(weight, scheme_of(text), search=False)
+    assert find_problems(tensor, weight, None) == []
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
@@ -226,28 +226,28 @@ def test_zero_rows_columns_and_matrices_pass(scale):
     weight, inputs = matrix()
     for position in ((EVERY, slice(32, 96)), (slice(0, 48), EVERY), (EVERY, EVERY)):
         weight[position] = 0
-        tensor = rounded(weight * scale, scheme_of("int4:g32:sym"))
-        assert problems(tensor, weight * scale, inputs) == []
+        tensor = round_plainly(weight * scale, scheme_of("int4:g32:sym"))
+        assert find_problems(tensor, weight * scale, inputs) == []
 
 
 def test_gptq_of_weights_on_the_grid_passes():
     """Plain rounding loses nothing of them; GPTQ moves them as it moves any."""
     weight, inputs = matrix()
     scheme = scheme_of("int4:g64:sym")
-    weight = rounded(weight, scheme, search=False).decode()
+    weight = round_plainly(weight, scheme, search=False).decode()
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
     tensor = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
     assert torch.equal(round_to_nearest(weight, scheme), weight)
-    assert problems(tensor, weight, inputs) == []
-    assert problems(tensor, weight, None) == []
-    halved = scaled(EVERY, 0.7)(tensor)
-    assert problems(halved, weight, inputs) != []
+    assert find_problems(tensor, weight, inputs) == []
+    assert find_problems(tensor, weight, None) == []
+    halved = scale_by(EVERY, 0.7)(tensor)
+    assert find_problems(halved, weight, inputs) != []
 
 
 @pytest.mark.parametrize(
     ("text", "search"),
     [
-        (text, at % 2 == 0) if text in KINDS else further(text, at % 2 == 0)
+        (text, at % 2 == 0) if text in USUAL_SCHEMES else further(text, at % 2 == 0)
         for at, text in enumerate(SCHEMES)
     ],
 )
@@ -255,16 +255,16 @@ def test_ternary_weights_pass(text, search):
     """Plain rounding may lose nothing of them, where another scale of 8 bits loses a few percent."""
     weight, inputs = matrix()
     weight = 0.2393 * weight.sign() * (weight.abs() > weight.abs().mean())
-    tensor = rounded(weight, scheme_of(text), search=search)
-    assert problems(tensor, weight, inputs) == []
+    tensor = round_plainly(weight, scheme_of(text), search=search)
+    assert find_problems(tensor, weight, inputs) == []
 
 
 def test_one_damaged_group_is_located():
     weight, inputs = matrix()
-    tensor = rounded(weight, scheme_of("int4:g64:sym"))
-    for change, proven in ((scaled((7, slice(1, 2)), 1.5), False), (codes(rolled), True)):
+    tensor = round_plainly(weight, scheme_of("int4:g64:sym"))
+    for change, proven in ((scale_by((7, slice(1, 2)), 1.5), False), (codes(roll_group), True)):
         bad = change(tensor)
-        damage = find_damaged_part(weight, bad.decode(), bad, measured(bad, weight, inputs))
+        damage = find_damaged_part(weight, bad.decode(), bad, rounding_error(bad, weight, inputs))
         assert damage is not None
         assert damage[0].startswith("row 7, columns 64 to 127: ")
         assert damage[1] is proven
@@ -287,7 +287,7 @@ def test_input_scales_must_match_the_range_of_the_source(tmp_path):
             (0.0, 1),
         ):
             tensor = replace(
-                rounded(weight, scheme_of("int8:row:sym")),
+                round_plainly(weight, scheme_of("int8:row:sym")),
                 input=Activation(grid, "tensor", dynamic=False),
             )
             scale = {"input_scale": (fitting * share).view(1, 1)}
@@ -318,19 +318,19 @@ def test_any_cache_scale_passes_for_zero_keys(kind):
     assert [*unusual_cache_scales(seen.scales(kind), seen)] == []
 
 
-@pytest.mark.parametrize("text", usual(SCHEMES, *KINDS))
+@pytest.mark.parametrize("text", usual(SCHEMES, *USUAL_SCHEMES))
 def test_rtn_passes_without_a_source(text):
     weight, _ = matrix()
     weight[:, 5] = 0  # a column that never learned anything
-    tensor = rounded(weight, scheme_of(text))
+    tensor = round_plainly(weight, scheme_of(text))
     assert [*anomalies(tensor, tensor.decode())] == []
 
 
 def test_constant_codes_are_found_without_a_source():
     weight, _ = matrix()
-    tensor = rounded(weight, scheme_of("int4:g64:sym"))
+    tensor = round_plainly(weight, scheme_of("int4:g64:sym"))
     for position, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
-        bad = codes(put(position, 5))(tensor)
+        bad = codes(set_codes(position, 5))(tensor)
         assert [text.startswith(what) for _, text in anomalies(bad, bad.decode())] == [True]
 
 
@@ -340,7 +340,7 @@ def test_constant_codes_are_found_without_a_source():
 def test_one_huge_scale_is_found_without_a_source(text):
     """Whatever the scale is stored as: here the weights of a group are what it makes of them."""
     weight, _ = matrix()
-    tensor = rounded(weight, scheme_of(text))
+    tensor = round_plainly(weight, scheme_of(text))
     assert [*anomalies(tensor, tensor.decode())] == []
     value = tensor.decode()
     value[7, :32] *= 2.0**16
@@ -352,9 +352,11 @@ def test_one_huge_exponent_is_found_without_a_source():
     weight, _ = matrix()
     weight[:60] = 0  # more than half of all groups have no scale to speak of
     for text in ("mxfp4", "mxfp8"):
-        tensor = rounded(weight, scheme_of(text))
+        tensor = round_plainly(weight, scheme_of(text))
         assert [*anomalies(tensor, tensor.decode())] == []
-        bad = parameters(put((70, 3), int(tensor.parameters["exponents"][70, 3]) + 16))(tensor)
+        bad = parameters(set_codes((70, 3), int(tensor.parameters["exponents"][70, 3]) + 16))(
+            tensor
+        )
         assert [check for check, _ in anomalies(bad, bad.decode())] == ["scale"]
 
 

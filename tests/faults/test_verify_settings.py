@@ -26,7 +26,7 @@ def model(tmp_path):
     return copied
 
 
-def told(model) -> list[str]:
+def find_messages(model) -> list[str]:
     """What is found; warnings begin with a question mark."""
     report = Report(model)
     artifact = open_artifact(report)
@@ -42,7 +42,7 @@ def told(model) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(peers.FIXTURES.glob("*/")), ids=lambda path: path.name)
 def test_files_of_other_tools_have_no_contradictions(path):
-    assert told(path) == []
+    assert find_messages(path) == []
 
 
 def document(directory, name: str, **values: Any) -> None:
@@ -71,7 +71,7 @@ def test_contradicting_side_files_are_found(name, model):
     directory = model("gptqmodel-v1")
     file, values, part = PLANTED[name]
     document(directory, file.removeprefix("?"), **values)
-    messages = told(directory)
+    messages = find_messages(directory)
     assert any(item.startswith(file) and part in item for item in messages), messages
     assert "".join(messages).isprintable()
 

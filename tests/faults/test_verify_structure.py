@@ -20,15 +20,15 @@ K = "model.layers.0.self_attn.k_proj"
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 
 
-def look(path: Path, engine: str | None = None) -> Report:
+def quick_verify(path: Path, engine: str | None = None) -> Report:
     return verify(path, engine=engine, forward=False)
 
 
-def found(report: Report) -> list[tuple[str, str, Severity]]:
+def findings_of(report: Report) -> list[tuple[str, str, Severity]]:
     return [(item.check, item.where, item.severity) for item in report.findings]
 
 
-def edit(directory: Path, **values: Any) -> Path:
+def edit_quantization(directory: Path, **values: Any) -> Path:
     """Change keys of the quantization that a configuration declares."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
@@ -37,28 +37,30 @@ def edit(directory: Path, **values: Any) -> Path:
     return directory
 
 
-def made(source: Path, out: Path, **values: Any) -> Path:
+def quantized(source: Path, out: Path, **values: Any) -> Path:
     quantize(source, out, recipe(**{"scheme": "int4:g32:sym", **values}))
     (out / NAME).unlink()
     return out
 
 
-def ignored(directory: Path) -> list[str]:
+def ignore_list(directory: Path) -> list[str]:
     config = json.loads((directory / "config.json").read_text())
     return list(config["quantization_config"]["ignore"])
 
 
 def test_mixed_qkv_schemes_are_an_error_only_for_fusing_engines(tiny, tmp_path):
-    plain = made(tiny("llama-wide"), tmp_path / "q")
+    plain = quantized(tiny("llama-wide"), tmp_path / "q")
     tensors = load_file(plain / "model.safetensors")
     source = load_file(tiny("llama-wide") / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if not name.startswith(f"{K}.")}
     tensors[f"{K}.weight"] = source[f"{K}.weight"]
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    edit(plain, ignore=[*ignored(plain), K])
+    edit_quantization(plain, ignore=[*ignore_list(plain), K])
     for engine, severity in ((None, WARNING), ("transformers", WARNING), ("vllm", ERROR)):
         (item,) = (
-            finding for finding in look(plain, engine).findings if finding.check == "fused-layers"
+            finding
+            for finding in quick_verify(plain, engine).findings
+            if finding.check == "fused-layers"
         )
         assert item.severity is severity
         assert "k_proj not quantized" in item.detail
@@ -79,25 +81,27 @@ def test_different_global_scales_of_qkv_are_an_error_only_for_an_engine_that_joi
 
 
 def test_ignoring_a_packed_layer_is_an_error(tiny, tmp_path):
-    out = made(tiny("llama-wide"), tmp_path / "q")
-    assert found(look(edit(out, ignore=[*ignored(out), K]))) == [("ignore-list", K, ERROR)]
+    out = quantized(tiny("llama-wide"), tmp_path / "q")
+    assert findings_of(quick_verify(edit_quantization(out, ignore=[*ignore_list(out), K]))) == [
+        ("ignore-list", K, ERROR)
+    ]
 
 
 def test_an_ignore_list_read_differently_is_a_warning(tiny, tmp_path):
     """GPTQModel obeys ``dynamic``, optimum only ``modules_in_block_to_quantize``."""
-    out = made(tiny("llama-wide"), tmp_path / "q", format="gptq", ignore=("*down_proj",))
+    out = quantized(tiny("llama-wide"), tmp_path / "q", format="gptq", ignore=("*down_proj",))
     names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    edit(out, modules_in_block_to_quantize=[names])
+    edit_quantization(out, modules_in_block_to_quantize=[names])
     down = "model.layers.0.mlp.down_proj"
-    assert ("ignore-list", down, WARNING) in found(look(out))
+    assert ("ignore-list", down, WARNING) in findings_of(quick_verify(out))
 
 
 def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
-    out = made(tiny("llama-tied"), tmp_path / "q")
-    assert "lm_head" in ignored(out)
-    report = verify(edit(out, ignore=[]), tiny("llama-tied"))
-    assert found(report) == [("ignore-list", "lm_head", WARNING)]
+    out = quantized(tiny("llama-tied"), tmp_path / "q")
+    assert "lm_head" in ignore_list(out)
+    report = verify(edit_quantization(out, ignore=[]), tiny("llama-tied"))
+    assert findings_of(report) == [("ignore-list", "lm_head", WARNING)]
     assert "logits" not in report.skipped  # a warning does not keep the model from being run
     assert report.skipped["gguf-keys"] == "only a GGUF file has them"
 
@@ -105,10 +109,10 @@ def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
 @pytest.mark.parametrize("scales", [True, False])
 def test_a_model_with_only_a_quantized_cache_passes(scales, tiny, tmp_path):
     """llm-compressor writes such models: 16-bit weights, no groups, and scales of keys and values."""
-    out = made(tiny("llama-wide"), tmp_path / "q", scheme="FP8_DYNAMIC", kv_cache="fp8")
+    out = quantized(tiny("llama-wide"), tmp_path / "q", scheme="FP8_DYNAMIC", kv_cache="fp8")
     model = shutil.copytree(tiny("llama-wide"), tmp_path / "cache")
     shutil.copy(out / "config.json", model / "config.json")
-    edit(model, config_groups={}, ignore=[])
+    edit_quantization(model, config_groups={}, ignore=[])
     stored = {
         name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
     }
@@ -118,7 +122,7 @@ def test_a_model_with_only_a_quantized_cache_passes(scales, tiny, tmp_path):
     if scales:
         tensors |= {name: value.to(torch.float32) for name, value in cache.items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    checks = {item.check for item in look(model).findings}
+    checks = {item.check for item in quick_verify(model).findings}
     assert checks == (set() if scales else {"nothing-quantized"})
 
 
@@ -129,7 +133,7 @@ def test_the_threads_option_reaches_torch(tiny, capsys, monkeypatch):
     assert numbers[0] == 1
 
 
-def lose(directory: Path, *names: str) -> Path:
+def remove_tensors(directory: Path, *names: str) -> Path:
     """Take tensors away."""
     file = directory / "model.safetensors"
     tensors = {name: value for name, value in load_file(file).items() if name not in names}
@@ -144,16 +148,16 @@ def names_of(directory: Path) -> list[str]:
 @pytest.mark.parametrize("source", [True, False])
 def test_a_missing_vision_tensor_is_an_error(source, tiny, tmp_path):
     model = tiny("gemma3-multimodal")
-    out = made(model, tmp_path / "q")
+    out = quantized(model, tmp_path / "q")
     lost = next(n for n in names_of(out) if "vision_tower" in n and n.endswith("q_proj.weight"))
     original = model if source else None
     assert verify(out, original, forward=False).findings == []
-    (item,) = verify(lose(out, lost), original, forward=False).findings
+    (item,) = verify(remove_tensors(out, lost), original, forward=False).findings
     assert (item.check, item.severity) == ("incomplete", ERROR)
     assert item.where.removeprefix("model.") == lost.removeprefix("model.")
     projector = [name for name in names_of(out) if "multi_modal" in name]
-    findings = verify(lose(out, *projector), original, forward=False).findings
+    findings = verify(remove_tensors(out, *projector), original, forward=False).findings
     assert {item.severity for item in findings} == {ERROR, WARNING}
     if source:  # without its whole tower and projector, it is a model of text
         tower = [name for name in names_of(out) if "vision" in name]
-        assert verify(lose(out, *tower), original, forward=False).findings == []
+        assert verify(remove_tensors(out, *tower), original, forward=False).findings == []

@@ -15,7 +15,7 @@ from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
 from quantforge.verification.side_files import SideFiles, compare_files
 from tests import gguf_models
-from tests.faults.test_verify_configuration import changed, other_than, places
+from tests.faults.test_verify_configuration import other_than, places, with_value
 
 _ADDED = {"__type": "AddedToken"}
 _TOKEN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -81,7 +81,7 @@ def read(directory: Path) -> SideFiles:
     return SideFiles(json.loads(files.pop("config.json", b"{}")), files)
 
 
-def told(files_read: dict[str, bytes], source: Path) -> list[str]:
+def find_messages(files_read: dict[str, bytes], source: Path) -> list[str]:
     """What is found; warnings begin with a question mark."""
     other = read(source)
     report = Report(source)
@@ -104,7 +104,7 @@ def test_files_saved_by_transformers_pass(name, released, tmp_path):
 
     source = released(name)
     AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(tmp_path)
-    assert told(read(tmp_path).files, source) == []
+    assert find_messages(read(tmp_path).files, source) == []
 
 
 # Settings that are added, and whether transformers reads something else by them.
@@ -121,14 +121,14 @@ ADDED: dict[str, tuple[Any, bool]] = {
 def test_a_tokenizer_setting_that_changes_loading_is_found(key, released):
     source = released("llama3")
     value, differs = ADDED[key]
-    messages = told(edited(read(source).files, CONFIG, **{key: value}), source)
+    messages = find_messages(edited(read(source).files, CONFIG, **{key: value}), source)
     assert all(item.startswith(CONFIG) for item in messages), messages
     assert bool(messages) == differs, messages
 
 
 def test_a_pad_token_of_the_source_passes(released):
     source = released("llama3")
-    assert told(edited(read(source).files, CONFIG, pad_token="</s>"), source) == []
+    assert find_messages(edited(read(source).files, CONFIG, pad_token="</s>"), source) == []
 
 
 SAMPLED = {"vocab", "merges"}
@@ -160,8 +160,8 @@ def test_every_tokenizer_value_is_compared(name, released, monkeypatch):
             "use_regex",
         }
         if value not in (None, False, [], "") and not unread:
-            edited_tree = json.dumps(changed(tree, path, other_than(value))).encode()
-            assert told({**other.files, NAME: edited_tree}, source), path
+            edited_tree = json.dumps(with_value(tree, path, other_than(value))).encode()
+            assert find_messages({**other.files, NAME: edited_tree}, source), path
 
 
 TREES: dict[str, Any] = {
@@ -183,7 +183,7 @@ def test_a_changed_tokenizer_step_is_found(key, released):
     source = released("llama2")
     files = edited(read(source).files, NAME, **{key: TREES[key]})
     files = edited(files, NAME, decoder={"type": "Fuse"}) if key == "post_processor" else files
-    assert any("decoder" in item or key in item for item in told(files, source))
+    assert any("decoder" in item or key in item for item in find_messages(files, source))
 
 
 FILES: dict[str, tuple[str, bytes]] = {
@@ -201,7 +201,7 @@ FILES: dict[str, tuple[str, bytes]] = {
 def test_a_contradicting_tokenizer_file_is_found(name, released):
     source = released("llama3")
     file, content = FILES[name]
-    messages = told({**read(source).files, file: content}, source)
+    messages = find_messages({**read(source).files, file: content}, source)
     assert any(item.lstrip("?").startswith(file) for item in messages)
     assert "".join(messages).isprintable()
 
@@ -219,7 +219,7 @@ def test_files_that_repeat_the_tokenizer_pass(released):
         "special_tokens_map.json": b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}}',
         "added_tokens.json": b'{"<s>": 0, "</s>": 1}',
     }
-    assert told(files, source) == []
+    assert find_messages(files, source) == []
 
 
 def test_a_missing_chat_template_is_found(released):
@@ -229,27 +229,27 @@ def test_a_missing_chat_template_is_found(released):
     edited_settings = {**settings, "chat_template": settings["chat_template"][:1]}
     assert any(
         "tool_use" in item
-        for item in told({**files, CONFIG: json.dumps(edited_settings).encode()}, source)
+        for item in find_messages({**files, CONFIG: json.dumps(edited_settings).encode()}, source)
     )
 
 
 PLACES = ("chat_template.jinja", "chat_template.json", "processor_config.json", CONFIG)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_chat_template_is_compared_in_every_file(place, released):
+@pytest.mark.parametrize("location", PLACES)
+def test_a_chat_template_is_compared_in_every_file(location, released):
     """Which of several is taken depends on the loader."""
     source = released("llama3")
     files = read(source).files
 
-    def held(text: str) -> dict[str, bytes]:
-        if place.endswith("jinja"):
-            return {**files, place: text.encode()}
-        return edited(files, place, chat_template=text)
+    def with_template(text: str) -> dict[str, bytes]:
+        if location.endswith("jinja"):
+            return {**files, location: text.encode()}
+        return edited(files, location, chat_template=text)
 
-    assert told(held("{{ messages }}"), source) == []
-    (message,) = told(held("{{ messages }}x"), source)
-    assert message.startswith(place)
+    assert find_messages(with_template("{{ messages }}"), source) == []
+    (message,) = find_messages(with_template("{{ messages }}x"), source)
+    assert message.startswith(location)
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -272,14 +272,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
 def test_added_generation_settings_must_match_the_configuration(name, released):
     source = released("gpt2")
     settings, healthy = SETTINGS[name]
-    messages = told({**read(source).files, GENERATION: json.dumps(settings).encode()}, source)
+    messages = find_messages(
+        {**read(source).files, GENERATION: json.dumps(settings).encode()}, source
+    )
     assert (messages == []) == healthy, messages
 
 
 @pytest.mark.parametrize("key", ["added_by_nobody", "custom_generate"])
 def test_an_unknown_generation_setting_warns_and_code_fails(key, released):
     source = released("gpt2")
-    (message,) = told(
+    (message,) = find_messages(
         edited(read(source).files, GENERATION, eos_token_id=[1, 2], **{key: "x/y"}), source
     )
     assert message.startswith("?") == (key == "added_by_nobody")
@@ -295,10 +297,10 @@ def test_an_unloadable_tokenizer_is_compared_literally(released, tmp_path):
     (tmp_path / CONFIG).write_bytes((source / CONFIG).read_bytes())
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     files = read(tmp_path).files
-    messages = told(edited(files, CONFIG, eos_token="<s>"), tmp_path)
+    messages = find_messages(edited(files, CONFIG, eos_token="<s>"), tmp_path)
     assert len(messages) == 1
     assert "eos_token = '<s>'" in messages[0]
-    assert any("cannot load it" in item for item in told(files, source))
+    assert any("cannot load it" in item for item in find_messages(files, source))
 
 
 def test_processor_settings_are_compared(released):

@@ -19,18 +19,18 @@ from tests.runs import command, copied
 
 
 @pytest.fixture(scope="module", params=["qwen2_moe", "olmoe"])
-def made(request, tmp_path_factory):
+def original_gguf(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     return export(gguf_models.make(request.param, directory / "m"), directory / "m.gguf", "Q8_0")
 
 
 @pytest.fixture
-def file(made, tmp_path):
+def file(original_gguf, tmp_path):
     """A copy that may be damaged."""
-    for path in made.parent.glob("m.gguf*"):
+    for path in original_gguf.parent.glob("m.gguf*"):
         if path.is_file():
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path / made.name
+    return tmp_path / original_gguf.name
 
 
 def test_an_unsupported_gguf_file_is_reported_as_not_verified(file, capsys):
@@ -80,7 +80,7 @@ def test_inspect_shows_headers_of_an_unsupported_gguf_file(file, capsys):
 def foreign(model, tmp_path):
     """A directory whose weights somebody else's method holds, as its configuration says."""
 
-    def made(method):
+    def make_foreign(method):
         directory = copied(model, tmp_path / "foreign")
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method, "bits": 4}
@@ -91,7 +91,7 @@ def foreign(model, tmp_path):
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return directory
 
-    return made
+    return make_foreign
 
 
 @pytest.mark.parametrize("method", ["exl3", "aqlm", "mxfp4"])

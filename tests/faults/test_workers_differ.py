@@ -28,7 +28,7 @@ Work = Callable[[Path, Settings], object]
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and those that are not heard of be told soon."""
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)

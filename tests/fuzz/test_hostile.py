@@ -32,17 +32,19 @@ def test_hostile_commands_end_with_results_or_refusals(
     assert "| 1 | 60 | 0 |" in printed.out
 
 
-def _judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., int]) -> Verdict:
+def _judge_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., int]
+) -> Verdict:
     monkeypatch.setattr(judge, "run", verb)
     (tmp_path / "tree").mkdir()
     return judge._run(Case(0, ["plan", "--json"]), tmp_path / "tree", tmp_path)
 
 
-def _fails(_: list[str]) -> int:
+def _raises(_: list[str]) -> int:
     raise KeyError("a bug")
 
 
-def _says(text: str, code: int) -> Callable[[list[str]], int]:
+def _prints(text: str, code: int) -> Callable[[list[str]], int]:
     def verb(_: list[str]) -> int:
         sys.stdout.write(text)
         return code
@@ -56,23 +58,23 @@ def _grows(_: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("verb", "said"),
+    ("verb", "expected"),
     [
-        (_fails, "bug"),
-        (_says("{}", 1), "exit 1"),
-        (_says("{}", -11), "exit"),
-        (_says("\x1b[31m", 3), "raw"),
-        (_says("\u202e", 3), "raw"),
-        (_says("{}{}", 0), "no document"),
-        (_says(judge.CANARY, 3), "another directory"),
+        (_raises, "bug"),
+        (_prints("{}", 1), "exit 1"),
+        (_prints("{}", -11), "exit"),
+        (_prints("\x1b[31m", 3), "raw"),
+        (_prints("\u202e", 3), "raw"),
+        (_prints("{}{}", 0), "no document"),
+        (_prints(judge.CANARY, 3), "another directory"),
         (_grows, "MB"),
     ],
 )
 def test_the_judge_reports_every_kind_of_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[list[str]], int], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[list[str]], int], expected: str
 ) -> None:
-    verdict = _judged(tmp_path, monkeypatch, verb)
-    assert any(said in wrong for wrong in verdict.wrong), verdict.wrong
+    verdict = _judge_command(tmp_path, monkeypatch, verb)
+    assert any(expected in wrong for wrong in verdict.wrong), verdict.wrong
 
 
 @pytest.mark.parametrize(("linked", "wrong"), [("prompts.txt", 0), ("model/config.json", 1)])
@@ -84,7 +86,7 @@ def test_only_links_inside_a_model_leak_other_directories(
     (tree / "model").mkdir(parents=True)
     (tmp_path / "outside.txt").write_text(judge.CANARY)
     (tree / linked).symlink_to(tmp_path / "outside.txt")
-    monkeypatch.setattr(judge, "run", _says(judge.CANARY, 0))
+    monkeypatch.setattr(judge, "run", _prints(judge.CANARY, 0))
     case = Case(0, ["eval", "model", "--generated", "prompts.txt:text"])
     assert len(judge._run(case, tree, tmp_path).wrong) == wrong
 
@@ -102,14 +104,14 @@ def test_the_judge_reports_waiting_and_busy_commands(
     def computes(_: list[str]) -> int:
         return 3 if sum(range(10_000_000)) else 0
 
-    assert "no answer" in _judged(tmp_path, monkeypatch, waits).wrong[0]
+    assert "no answer" in _judge_command(tmp_path, monkeypatch, waits).wrong[0]
     (tmp_path / "tree").rmdir()
     monkeypatch.setattr(judge, "GIVEN_UP", 60.0)
-    assert any(" s" in wrong for wrong in _judged(tmp_path, monkeypatch, computes).wrong)
+    assert any(" s" in wrong for wrong in _judge_command(tmp_path, monkeypatch, computes).wrong)
 
 
 def test_the_judge_accepts_a_json_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _judged(tmp_path, monkeypatch, _says('{"a": 1}\n', 0)).wrong
+    assert not _judge_command(tmp_path, monkeypatch, _prints('{"a": 1}\n', 0)).wrong
 
 
 def test_a_case_is_deterministic_for_seed_and_number(tmp_path: Path) -> None:
