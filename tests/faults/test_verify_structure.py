@@ -66,16 +66,18 @@ def test_mixed_qkv_schemes_are_an_error_only_for_fusing_engines(tiny, tmp_path):
         assert "k_proj not quantized" in item.detail
 
 
-def test_different_global_scales_of_qkv_are_an_error_only_for_an_engine_that_joins_them(
-    tiny, tmp_path
-):
-    out = made(tiny("llama-wide"), tmp_path / "q", scheme="nvfp4")
-    assert look(out, "vllm").findings == []
+def test_different_qkv_global_scales_fail_only_for_fusing_engines(tiny, tmp_path):
+    out = quantized(tiny("llama-wide"), tmp_path / "q", scheme="nvfp4")
+    assert quick_verify(out, "vllm").findings == []
     tensors = load_file(out / "model.safetensors")
     tensors[f"{K}.weight_global_scale"] *= 2
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     for engine, severity in ((None, WARNING), ("transformers", WARNING), ("vllm", ERROR)):
-        (item,) = (one for one in look(out, engine).findings if one.check == "fused-layers")
+        (item,) = (
+            finding
+            for finding in quick_verify(out, engine).findings
+            if finding.check == "fused-layers"
+        )
         assert item.severity is severity
         assert "need one weight_global_scale: k_proj" in item.detail
 
