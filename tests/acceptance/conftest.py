@@ -1,4 +1,4 @@
-"""What acceptance tests share: models, and results that are made once in a session."""
+"""Fixtures of the acceptance tests: models, and results that are made once in a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the codes of each file format stand for, written down from the formats' own descriptions.
+"""Independent decoders of the codes of each file format, written from the descriptions of the formats.
 
 A second implementation of what the package reads and writes, by name of the linear: so that writer and reader cannot be
 wrong together.

@@ -1,4 +1,4 @@
-"""Running the product as its users do, and reading what it made with other people's libraries.
+"""Run the installed command as users do, and read its results with independent libraries.
 
 Nothing here imports from `quantforge` but what it lists in ``__all__``: the command is the one that the package
 installs, so that these tests hold whatever becomes of the modules behind it.

@@ -1,4 +1,4 @@
-"""The path of the first hour: every verb does its main job on the model that comes with the package."""
+"""Every verb does its main task on the bundled demo model."""
 
 from __future__ import annotations
 

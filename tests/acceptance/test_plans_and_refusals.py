@@ -1,4 +1,4 @@
-"""`plan`, `inspect`, errors as an interface, and the Python functions behind all verbs."""
+"""`plan`, `inspect`, error codes and messages, and the Python functions of all verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods and the options that decide about bytes: each does what it is asked for, and says what it could not do."""
+"""Each rounding method and option changes the result as documented, and reports substitutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run promises whatever happens: all or nothing, resumed after a kill, same bytes, nothing else touched."""
+"""A run writes all or nothing, resumes after a kill, is reproducible, and touches nothing else."""
 
 from __future__ import annotations
 

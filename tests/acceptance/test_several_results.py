@@ -1,4 +1,4 @@
-"""`release`, `sweep` and `allocate`: many results of one model, their gates, and going on with them."""
+"""`release`, `sweep` and `allocate`: several results of one model, their gates, and resuming."""
 
 from __future__ import annotations
 

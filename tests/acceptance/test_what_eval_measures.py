@@ -1,4 +1,4 @@
-"""`eval`: figures that another library confirms, gates, reports, and the other texts and tasks that it scores."""
+"""`eval`: figures that transformers confirms, gates, reports, and the other texts and tasks that it scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format holds what was rounded: read by a second implementation, by `export`, and moved between formats."""
+"""Every format stores the rounded weights, as an independent decoder, `export` and conversions confirm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources: families of every kind, low precision, adapters, GGUF files, calibration texts; and what is refused."""
+"""Sources of every family, FP8, adapters and calibration texts are quantized; damaged ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generate` and `serve`: what a model says, how tokens are chosen, what a server answers and refuses."""
+"""`generate` and `serve`: sampling, speculation and caches, and the answers and errors of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify`: silent on what is sound, and exit 5 with the place of what is not."""
+"""`verify` passes sound results, and exits with 5 and the location of each defect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of faults share: a model, and a place for the output."""
+"""Fixtures of the fault tests: a tiny model and an output path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run touches: an audit hook sees every file, socket and process, on a model that brings code along."""
+"""A run on a model that contains code opens no socket, process or foreign file, as an audit hook shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects that a generator plants, over three formats of a tiny model: those that count are found by `verify`.
+"""`verify` finds the defects that a generator plants in a tiny model in three formats, if they change results.
 
 A sample of `scripts/verify_defects.py`, whose judge says which count without asking `verify`.
 """

@@ -1,4 +1,4 @@
-"""An interrupted evaluation goes on behind the models that it had finished, and never with a figure of others."""
+"""An interrupted evaluation resumes after the measured models, and never reuses rows of changed inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes is what its parts are: kept tensors bit for bit, rounded ones near, measured scales as observed."""
+"""Whole runs: unquantized tensors are exact, rounded ones near, scales measured, progress reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in whole runs: what is told and refused, interruption between two experts, what it is worth."""
+"""Whole runs on mixtures of experts: events, refusals, resuming between experts, and GPTQ against RTN."""
 
 from __future__ import annotations
 

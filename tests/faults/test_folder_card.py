@@ -1,4 +1,4 @@
-"""Card of a folder of files: renewed without losing a word of a person, refused before anything is measured."""
+"""The model card of a folder of GGUF files: updated without losing user text, refused before measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies beside or inside of an output and is somebody's: it is named, and never removed, replaced or written to."""
+"""A user's files beside or inside an output are named, and never removed, replaced or written to."""
 
 from __future__ import annotations
 

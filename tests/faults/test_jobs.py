@@ -1,4 +1,4 @@
-"""Releases that processes share: the bytes of one process, whoever dies; each makes variants that no other makes."""
+"""Processes that share a release write the bytes of one process, and each makes its own variants."""
 
 from __future__ import annotations
 

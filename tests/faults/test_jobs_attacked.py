@@ -1,4 +1,4 @@
-"""Further processes that die, orphans, accidents of the environment, and signals that come while modules load."""
+"""Worker processes of `--jobs` that fail or lose their parent, and signals that arrive during imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that share a run: the bytes of one process, whoever is killed or stopped on the way."""
+"""Processes that share a run write the bytes of one process, even if one of them is killed or stopped."""
 
 from __future__ import annotations
 

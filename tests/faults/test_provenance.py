@@ -1,4 +1,4 @@
-"""Made again, compared, and stated: `reproduce`, `diff` and what supply-chain tools read."""
+"""`reproduce`, `diff` and the provenance statements that supply-chain tools read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All or nothing: stages, locks, refusals, copies and the order in which things become durable."""
+"""Publishing a result: stages, locks, refusals, copies, and the order of syncs and renames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever call to the disk fails, and whenever a run is killed, an output is old, new or absent."""
+"""When a disk call fails or a run is killed, an output is old, new or absent, never partial."""
 
 from __future__ import annotations
 

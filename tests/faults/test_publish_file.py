@@ -1,4 +1,4 @@
-"""A result that is a file has no single rename: whenever a run is killed, the next one on this output finishes it."""
+"""A result of several files has no single rename: after a kill the next run finishes its publication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing of the machine is published: no path in any file that a verb writes, the same bytes wherever the text is."""
+"""No file that a verb writes contains a local path, and the location of a text changes no byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun: its processes share one run, of which the first one speaks, and end together when one of them dies."""
+"""Under torchrun the ranks share one run, only the first one prints, and a dead rank ends them all."""
 
 from __future__ import annotations
 

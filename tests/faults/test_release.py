@@ -1,4 +1,4 @@
-"""Releases: refused as a whole before any work, gone on with after a kill, the same bytes, only what is new made."""
+"""Releases are refused before any work, resume after a kill to the same bytes, and make only new variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is typed wrongly at a release, and files of it that are gone: what the hint says works when it is typed."""
+"""The hints about wrong arguments and deleted files of a release work when they are typed."""
 
 from __future__ import annotations
 

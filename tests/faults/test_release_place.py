@@ -1,4 +1,4 @@
-"""Places and texts of releases: nothing of others is replaced, nothing is published that changed, work begins last."""
+"""A release replaces no foreign file, publishes nothing damaged, and checks its paths and text before work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result that was renamed or moved: its manifest speaks of what it lies beside, and of no neighbour."""
+"""A renamed or moved result is verified and reproduced by its own manifest, not by its neighbors."""
 
 from __future__ import annotations
 

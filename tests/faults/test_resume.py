@@ -1,4 +1,4 @@
-"""An interrupted run: the same command goes on to the same bytes, and nothing else does."""
+"""An interrupted run resumes to the same bytes with the same command, and with no other."""
 
 from __future__ import annotations
 

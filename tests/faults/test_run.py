@@ -1,4 +1,4 @@
-"""A run under faults: whatever happens, the output is what it was, or whole; and the same command goes on."""
+"""After a fault of a run the output is the old one or complete, and the same command continues."""
 
 from __future__ import annotations
 

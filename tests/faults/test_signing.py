@@ -1,4 +1,4 @@
-"""Signatures by a local key, made and checked with the real library: whatever was changed since is found."""
+"""Signatures with a local key, made and checked with model_signing, detect every change."""
 
 from __future__ import annotations
 

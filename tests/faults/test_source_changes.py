@@ -1,4 +1,4 @@
-"""A source that is edited under a run, its time set back: what is published is what was digested, or nothing is."""
+"""A source edited during a run, with its time set back, is detected: only digested bytes are published."""
 
 from __future__ import annotations
 

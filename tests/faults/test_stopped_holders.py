@@ -1,4 +1,4 @@
-"""Processes that were stopped while they held a lock: others say who it is, and go on when it is woken or killed."""
+"""Processes stopped while they hold a lock: others name them, and continue once they are woken or killed."""
 
 from __future__ import annotations
 

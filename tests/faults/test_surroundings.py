@@ -1,4 +1,4 @@
-"""What a run does not control: clocks, home, permissions, long paths, little address space, what memory held before."""
+"""Clocks, home directory, permissions, long paths and memory limits do not change a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps: all combinations, each with the bytes of its own command, gone on with, and what cannot be made named."""
+"""Sweeps make every combination with the bytes of its own command, resume, and name what is impossible."""
 
 from __future__ import annotations
 

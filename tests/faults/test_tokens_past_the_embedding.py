@@ -1,4 +1,4 @@
-"""A tokenizer with a token for which the model has no embedding, as Gemma 3's have: named wherever it would be used."""
+"""A tokenizer with a token that has no embedding row, as in Gemma 3: every verb names the token."""
 
 from __future__ import annotations
 

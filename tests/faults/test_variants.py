@@ -1,4 +1,4 @@
-"""Variants of one model in one pass: the bytes of separate commands, also after a kill; refusals before any work."""
+"""Variants of one model in one pass have the bytes of separate commands, even after a stop."""
 
 from __future__ import annotations
 

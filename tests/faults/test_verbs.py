@@ -1,4 +1,4 @@
-"""What the verbs do around the work: the room that they ask for, what they refuse beforehand, and what they pass on."""
+"""What the verbs do around the work: required space, early refusals, and what they record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Artifacts with one planted defect each and no manifest: `verify` finds and names it. Healthy ones pass."""
+"""`verify` finds and names each planted defect of an artifact without a manifest; healthy artifacts pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``config.json`` against the source's: rewritten by transformers it passes, with anything else changed it does not.
+"""``config.json`` against the source's: a copy saved by transformers passes, any other change is found.
 
 What a loader would compute otherwise is an error; what no loader is known to read, or only training does, a warning.
 """

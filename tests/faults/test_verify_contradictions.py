@@ -1,4 +1,4 @@
-"""A quantization's configuration against the tensors and its other homes: what contradicts is found, health is not."""
+"""A quantization config that contradicts the tensors or its copies is found; unambiguous ones pass."""
 
 from __future__ import annotations
 

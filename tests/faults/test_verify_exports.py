@@ -1,4 +1,4 @@
-"""Exports against the source: judged in the groups of what they restate, more softly if rounded twice."""
+"""Exports are judged in the groups of the original rounding, and less strictly if they were rounded twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Healthy artifacts of dense families are verified against their sources."""
+"""Healthy artifacts of dense families pass verification against their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files beside a model that a loader would read and that the source does not have: each is found and named."""
+"""Extra files that a loader would read and the source lacks are found and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a GGUF file against its source: ours and llama.cpp's own pass, any other value is found."""
+"""GGUF keys against the source: our files and llama.cpp's pass, any other value is found."""
 
 from __future__ import annotations
 

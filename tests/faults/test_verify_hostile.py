@@ -1,4 +1,4 @@
-"""Whatever stands in the files beside the weights: findings or silence, never an error of Python, and nothing raw."""
+"""Odd values in side files give findings or none, but no Python error and no unescaped text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices with one defect each, against what plain rounding costs, are found; as methods make them, they are not."""
+"""Matrices with one rounding defect are found; those that the quantization methods make pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What contradicts itself beside the weights: told with and without a source."""
+"""Side files that contradict each other are found with and without a source."""
 
 from __future__ import annotations
 

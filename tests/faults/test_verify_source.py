@@ -1,4 +1,4 @@
-"""The source that is named against the one that the manifest records."""
+"""The source given to `verify` is compared with the one that the manifest records."""
 
 from __future__ import annotations
 

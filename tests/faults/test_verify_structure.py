@@ -1,4 +1,4 @@
-"""What is proven by headers and configuration alone is an error; what only some loaders get wrong is a warning."""
+"""Defects in headers or configuration are errors; what only some loaders read wrongly is a warning."""
 
 from __future__ import annotations
 

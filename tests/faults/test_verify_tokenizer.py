@@ -1,4 +1,4 @@
-"""Tokenizer, templates and settings of generation against the source's: rewritten they pass, changed they do not."""
+"""Tokenizer, templates and generation settings against the source's: resaved they pass, changed they fail."""
 
 from __future__ import annotations
 

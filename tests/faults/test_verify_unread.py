@@ -1,4 +1,4 @@
-"""What is of a kind that is not read: shown, held to what is known of it, and not verified.
+"""Artifacts of unsupported kinds are shown and partly checked, but not verified.
 
 GGUF files of families that are written and not read back, and directories of formats that nothing here reads.
 """

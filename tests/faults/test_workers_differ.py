@@ -1,4 +1,4 @@
-"""Workers whose surroundings differ: clocks an hour apart, a disk that is full for one of them."""
+"""Workers with different clocks, or with a full disk for one of them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fuzzing: `targets` names every parser, `mutate` damages its corpus, `scripts/fuzz.py` does it for long."""
+"""Fuzzing: `targets` lists every parser, `mutate` damages its corpus, `scripts/fuzz.py` runs for hours."""

@@ -1,4 +1,4 @@
-"""Running a target on its corpus and on damaged copies, and judging what comes of it: see `scripts/fuzz.py`."""
+"""Run a fuzz target on its corpus and on damaged copies, and judge the outcome: see `scripts/fuzz.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage that gets past a magic number: bytes, lengths and words; and in JSON, values, keys and nesting.
+"""Mutations that get past a magic number: bytes, lengths and words; in JSON, values, keys and nesting.
 
 Random bytes die at the first check of a parser. Half of the mutations of a JSON document therefore keep it JSON, and a
 document inside of a container (the header of a safetensors file) is damaged there and packed again with a true length.

@@ -1,4 +1,4 @@
-"""Every parser of input that somebody else made, as a function of bytes that either returns or refuses by name.
+"""Every parser of foreign input as a function of bytes that returns or raises a typed refusal.
 
 A target raises nothing for bad input: `QuantForgeError` and `SourceError` are answers, whatever else comes out of it
 is a finding. ``corpus/NAME/`` holds its seeds, among them every input that once was a finding.

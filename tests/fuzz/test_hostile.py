@@ -1,4 +1,4 @@
-"""Sixty hostile cases of whole commands, always the same, and what their judge sees; see `scripts/hostile.py`."""
+"""Sixty fixed hostile commands, and the failures that their judge reports; see `scripts/hostile.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole commands on hostile input: a tree of files with one or more of them damaged, and a verb that reads it.
+"""Whole commands on hostile input: a tree of files, some of them damaged, and a verb that reads it.
 
 | file | what it does |
 |---|---|

@@ -1,4 +1,4 @@
-"""Draw a case from a seed and a number: which files are damaged and how, which command reads them, with which options.
+"""Draw a case from a seed and a number: which files are damaged and how, and the command with its options.
 
 Of ten cases seven damage a file by its role, two give odd values to options, and one does both.
 """

@@ -1,4 +1,4 @@
-"""Damage a file of a tree: its bytes, its document, its table, or what stands at its place.
+"""Damage a file of a tree: its bytes, its JSON document, its table, or replace it with something else.
 
 Every damage is a function ``(path, tree, chance)`` that changes the tree; it depends on nothing else, so that a case
 is found again from its seed. Sizes are sparse, devices and pipes are links, so that a case costs nothing to make.

@@ -1,4 +1,4 @@
-"""Run a case in a fork of this warmed process, under limits, and say what must not have happened.
+"""Run a case in a fork of this process, under limits, and report what must not happen.
 
 Allowed is a result (0) or a typed refusal (2 to 7, 75). Found are: any other end, a traceback, more than `SECONDS` of
 the processor, more than `BYTES` above what the fork holds at its start, a raw control character on a terminal or in a

@@ -1,4 +1,4 @@
-"""State which files somebody else may have made, and the commands that read each of them.
+"""List the files that somebody else may have made, and the commands that read each of them.
 
 A *role* is a kind of such a file. Its commands have ``{out}`` for a place to write to.
 """

@@ -1,4 +1,4 @@
-"""Build models in other forms than plain weights: in low precision, with experts, undeclared; and an adapter of one."""
+"""Build models other than plain weights: in low precision, with experts, undeclared; and an adapter."""
 
 from __future__ import annotations
 
