@@ -44,7 +44,7 @@ def main() -> None:
         slowest, most = max(slowest, verdict.seconds), max(most, verdict.bytes)
         if verdict.wrong:
             case = verdict.case
-            print(f"{case.number}: {case.arguments!r:.300}\n  {case.told}", flush=True)
+            print(f"{case.number}: {case.arguments!r:.300}\n  {case.changes}", flush=True)
             print("  " + "\n  ".join(repr(wrong) for wrong in verdict.wrong), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:

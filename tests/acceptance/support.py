@@ -47,7 +47,7 @@ COMMAND_PROGRAM = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The exit code and output of a command."""
 
     code: int
     out: str

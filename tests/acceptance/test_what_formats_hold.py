@@ -139,7 +139,7 @@ def test_a_scheme_that_a_format_cannot_hold_is_refused(
 
 
 def test_inexact_scales_need_allow_inexact(make: Make, tmp_path: Path) -> None:
-    """Scales in float32 are no float16 numbers: refused, or rounded as an event."""
+    """Float32 scales that are not float16 numbers are refused, or rounded with an event."""
     result = make("quantize", "llama", stored_as("compressed-tensors", "int4:g128:sym:f32")).path
     out = tmp_path / "gptq"
     message = refusal(4, "export", result, "--format gptq -o", out)
@@ -152,7 +152,7 @@ def test_inexact_scales_need_allow_inexact(make: Make, tmp_path: Path) -> None:
 
 
 def test_the_conversion_table_matches_export() -> None:
-    """Of what `test_a_conversion_keeps_every_value` and the refusals above try."""
+    """The rows are those of `test_a_conversion_keeps_every_value` and the refusals above."""
     rows = document("formats")["conversions"]
     table = {(row["from"], row["scheme"], row["to"]): row["verdict"] for row in rows}
     assert table["compressed-tensors", "int4:g128:sym:bf16", "mlx"] == "exact"
@@ -315,7 +315,7 @@ def test_a_gguf_file_converts_back_to_the_same_model(model: Model, make: Make) -
 
 
 def test_an_imatrix_file_is_written_then_reused(model: Model, make: Make, tmp_path: Path) -> None:
-    """Made where it is missing, then read; another importance gives other bytes."""
+    """It is written if missing, then read; another importance gives other bytes."""
     file = tmp_path / "importance.gguf"
     words = ("--method rtn --type Q4_K_M --imatrix", file)
     document("quantize", model("wide"), words, ROWS, "-o", tmp_path / "x.gguf")

@@ -45,7 +45,7 @@ def answer(model: Path, *words: object) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(result: Path) -> Any:
-    """What greedy decoding says."""
+    """The answer of greedy decoding."""
     return answer(result, "--max-tokens 24")
 
 
@@ -280,7 +280,7 @@ def test_bench_fails_without_a_server(result: Path) -> None:
 
 
 def stream(url: str, tokens: int) -> Any:
-    """Ask for a long answer in pieces, and return the connection when the first one has come."""
+    """Request a streamed answer, and return the connection after the first piece."""
     body = {**PLAIN, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}{COMPLETIONS}", json.dumps(body).encode(), headers)
@@ -290,7 +290,7 @@ def stream(url: str, tokens: int) -> Any:
 
 
 def test_sigterm_lets_a_running_answer_finish(result: Path, start: Start) -> None:
-    """What is printed says where it listens, and a command that asks it."""
+    """The server prints its address and a `curl` command that works."""
     server = start("serve", result, "--port 0 --served-name mine")
     server.until(lambda: server.out.count("\n") >= 2)
     first, second = server.out.splitlines()[:2]

@@ -30,7 +30,7 @@ def run_verify(result: Path, *words: object) -> Ended:
 
 
 def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change tensors of a result, and take the manifest away that would notice any change."""
+    """Change tensors of a result, and remove its manifest, which would reveal any change."""
     stored = tensors(result)
     change(stored)
     save_file(stored, result / "model.safetensors", {"format": "pt"})

@@ -42,7 +42,7 @@ EVIL = "raise SystemExit('code of the model ran')\n"
 
 
 class Audit:
-    """Collects what is not allowed while ``watching``: paths that are written must lie under one of ``places``."""
+    """Collects violations while ``watching``: paths that are written must lie under ``writable_directories``."""
 
     def __init__(self, model: Path, secret: Path, writable_directories: tuple[Path, ...]) -> None:
         self.model, self.secret, self.writable_directories = model, secret, writable_directories
@@ -85,14 +85,14 @@ class Audit:
 
 
 def absolute(path: Any, folder: int = -1) -> Path:
-    """A path, which may be relative to an open directory."""
+    """Return the absolute path of a path that may be relative to an open directory."""
     base = Path(f"/proc/self/fd/{folder}").resolve() if folder >= 0 else Path.cwd()
     return Path(os.path.normpath(base / os.fsdecode(path)))
 
 
 @pytest.fixture
 def hostile(tiny: Tiny, tmp_path: Path) -> Path:
-    """A model with code, switches that ask for it, a pickle, and a link to somebody's secret."""
+    """A model with Python code, keys that load it, a pickle, and a link to a file outside."""
     model = copied(tiny("llama-wide"), tmp_path / "model")
     (tmp_path / "secret.txt").write_text("secret")
     (model / "notes.txt").symlink_to(tmp_path / "secret.txt")
@@ -111,7 +111,7 @@ def hostile(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 def run_every_verb(model: Path, out: Path, audit: Audit) -> None:
-    """Plan, quantize, convert, verify and run, watched."""
+    """Plan, quantize, export and verify under the audit hook."""
     sys.addaudithook(audit.hook)
     audit.watching = True
     settings = Settings(offline=True)
@@ -152,7 +152,7 @@ def test_a_run_opens_no_socket_process_or_foreign_file(hostile, tmp_path):
 
 
 def test_the_audit_hook_reports_each_violation(tmp_path):
-    """The test above can fail: a write, a socket and a process are each told."""
+    """A write, a socket and a process each give a violation, so that the test above can fail."""
     audit = Audit(tmp_path / "m", tmp_path / "secret.txt", (tmp_path / "out",))
     violations = [
         *audit.judged("open", (str(tmp_path / "else"), "w", os.O_WRONLY | os.O_CREAT)),

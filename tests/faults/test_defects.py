@@ -73,7 +73,7 @@ def test_healthy_artifacts_have_no_findings_and_copies_are_independent(bases, tm
 
 
 def test_a_source_mistake_changes_one_tensor_in_every_format(bases, tmp_path):
-    """A source with a mistake in it changes the one tensor, in every format, and nothing beside it."""
+    """A mistake in one source tensor changes that tensor alone, in every format."""
     for number, healthy in enumerate(bases):
         copy = Copy(healthy.path, tmp_path / str(number), healthy.source, healthy.command)
         assert mistakes.halves(copy, Random(number))

@@ -49,7 +49,7 @@ def models(tiny, tmp_path_factory):
 
 
 def record_loads(monkeypatch, stop=lambda _: None):
-    """Return the names of the models that are loaded from now on."""
+    """Return a list that records the names of the models loaded from now on."""
     names, load = [], evaluation.load
 
     def counting(source, *arguments, **options):

@@ -29,7 +29,7 @@ from tests.thorough import each_value, further
 
 
 def errors(source: Path, out: Path) -> dict[str, float]:
-    """Relative errors of all tensors of a result, decoded."""
+    """Return the relative errors of all decoded tensors of a result."""
     before, after = open_checkpoint(source), decode_checkpoint(open_model(out))
     relative_errors = {}
     for name in after.entries:
@@ -116,7 +116,7 @@ def test_kv_cache_scales_match_the_peaks_of_the_model(
 
 
 def test_a_model_of_one_block_resumes(model: Path, out: Path, tmp_path: Path) -> None:
-    """The parts before and behind the only block, and the block itself."""
+    """The parts before and after the only block, and the block itself."""
     config = AutoModelForCausalLM.from_pretrained(model).config
     config.num_hidden_layers = 1
     config.layer_types = None
@@ -163,7 +163,7 @@ def test_the_progress_share_grows_with_every_step(tiny: Tiny, tmp_path: Path) ->
 
 
 def test_part_seconds_sum_to_at_most_the_run(tiny: Tiny, tmp_path: Path) -> None:
-    """An expert's are not counted once more in its block's."""
+    """The seconds of an expert are not counted again in those of its block."""
     reports: list[Progress] = []
     times: list[float] = []
 
@@ -186,7 +186,7 @@ def test_part_seconds_sum_to_at_most_the_run(tiny: Tiny, tmp_path: Path) -> None
 def test_the_head_hessian_matches_the_final_hidden_states(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
 ) -> None:
-    """The states have passed every block, and every expert of it once, whether it is rounded or left alone."""
+    """The states pass every block and expert once, whether it is quantized or not."""
     model = tiny(family)
     seen: list[Any] = []
     observe, read = execution.observe_head, Job.read_inputs
@@ -217,7 +217,7 @@ def test_the_head_hessian_matches_the_final_hidden_states(
 
 
 def test_hidden_states_go_to_disk_only_on_request(model: Path, tmp_path: Path) -> None:
-    """As a file without a name, which is gone with the process."""
+    """They are in an unnamed file, which disappears with the process."""
     for where in ("memory", "disk"):
         open_links: list[str] = []
 

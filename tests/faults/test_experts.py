@@ -181,7 +181,7 @@ LEAVES = {
 def test_gptq_has_less_expert_error_than_rtn(
     tiny: Tiny, tmp_path: Path, family: str, experts: str
 ) -> None:
-    """In sum over the experts, on other tokens than those of the calibration."""
+    """The errors are summed over the experts, on tokens outside the calibration set."""
     states, index, weights, module = arguments(tiny(family))
     before = open_checkpoint(tiny(family))
     mixture, *leaves = LEAVES[family]

@@ -43,7 +43,7 @@ def publish_directory(stage: Stage, text: str = "new") -> None:
 def assert_refused(
     out: Path, work: Callable[[], object], kind: type[QuantForgeError], word: str
 ) -> None:
-    """Run something that is refused by name, and changes nothing that is there, but for the time in its lock."""
+    """Check that ``work`` is refused with ``word`` in its message, and changes no file but its lock."""
     before = unlocked(out.parent)
     with pytest.raises(kind) as caught:
         work()
@@ -220,7 +220,7 @@ def test_overwriting_a_file_refuses_foreign_files(tmp_path: Path, case: str) -> 
 
 
 def test_a_file_created_after_a_kill_is_kept(tmp_path: Path) -> None:
-    """The renames that a kill has left open are made by the next run: it looks at every name again."""
+    """The next run finishes the renames of a killed one, after it has checked every name again."""
     out = tmp_path / "m.gguf"
 
     def rename(source: Path, target: Path) -> None:
@@ -324,7 +324,7 @@ def test_links_inside_a_stage_are_not_followed(tmp_path: Path, name: str) -> Non
 
 
 def test_a_run_survives_the_removal_of_its_lock(tmp_path: Path) -> None:
-    """The run ends well; a second one does not get in while the first one works, nor spoils what it publishes."""
+    """The run succeeds, and a second one is refused while it works."""
     out = tmp_path / "out"
     with Stage(out, overwrite=False, disk=FAST) as stage:
         fill(stage, "new", FAST)

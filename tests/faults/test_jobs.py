@@ -159,7 +159,7 @@ def test_jobs_starts_workers_and_prints_once(spec, whole, tmp_path, capsys, monk
 
 
 def record_starts(start, started):
-    """Return ``start``, which adds the processes that it starts to a list."""
+    """Return a wrapper of ``start`` that records the processes that it starts."""
 
     def other(argument):
         started.append(start(argument))

@@ -141,7 +141,7 @@ time.sleep(60)
 def test_the_pipe_of_a_stopping_worker_stays_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its end is a signal, too."""
+    """Closing it would be a signal, too."""
     begun: list[subprocess.Popen[bytes]] = []
     start, ready = subprocess.Popen, tmp_path / "ready"
 

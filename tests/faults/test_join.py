@@ -57,7 +57,7 @@ Start = Callable[[Callable[[], object]], int]
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let claims be taken over after a second, and nobody wait for long."""
+    """Shorten heartbeats, so that claims are taken over after a second."""
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(shared_run, "POLL_SECONDS", 0.02)
@@ -65,7 +65,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start work in children, which are ended with the test."""
+    """Start work in child processes that are killed at the end of the test."""
     children: list[int] = []
 
     def started(work: Callable[[], object]) -> int:
@@ -79,7 +79,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def join(model: Path, out: Path, recipe: Recipe = PLAIN, **settings: Any) -> None:
-    """Take part in a run, in a calibrated one as a rank of torchrun."""
+    """Join a run, or a calibrated one as a rank of torchrun."""
     with pytest.MonkeyPatch.context() as patch:
         if recipe.method != PLAIN.method:
             patch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -87,7 +87,7 @@ def join(model: Path, out: Path, recipe: Recipe = PLAIN, **settings: Any) -> Non
 
 
 def before_call(owner: object, name: str, number: int, act: Callable[[], None]) -> None:
-    """Let this process, a child, do something in front of a call."""
+    """Make this child process act before the given call of a function."""
     function, calls = getattr(owner, name), [0]
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -104,7 +104,7 @@ def send(number: signal.Signals) -> Callable[[], None]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until something is there."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -176,7 +176,7 @@ def test_tuning_continues_after_the_tuning_process_is_killed(
 
 @pytest.fixture(scope="module")
 def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one process makes."""
+    """The files that one process writes."""
     out = tmp_path_factory.mktemp("reference") / "m"
     quantize(tiny("llama-wide"), out, PLAIN)
     return tree(out)
@@ -184,7 +184,7 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def calibrated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one process makes of a recipe that looks at data."""
+    """The files that one process writes with a calibrated recipe."""
     out = tmp_path_factory.mktemp("calibrated") / "m"
     quantize(tiny("llama-wide"), out, GPTQ)
     return tree(out)
@@ -194,7 +194,7 @@ def calibrated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def whole(
     reference: dict[str, str], calibrated: dict[str, str]
 ) -> Callable[[Recipe], dict[str, str]]:
-    """Return a function from one of the two recipes to what one process makes."""
+    """Return a function from one of the two recipes to the files that one process writes."""
     return lambda recipe: reference if recipe is PLAIN else calibrated
 
 
@@ -235,7 +235,7 @@ def test_a_resumed_process_that_lost_its_unit_changes_nothing(
     name: str,
     number: int,
 ) -> None:
-    """It wakes when the result is there."""
+    """It is continued when the result exists."""
 
     def stopped() -> None:
         before_call(owner, name, number, send(signal.SIGSTOP))
@@ -254,7 +254,7 @@ def test_a_resumed_process_that_lost_its_unit_changes_nothing(
 def test_two_claims_of_a_unit_do_not_interfere(
     model: Path, out: Path, reference: dict[str, str], start: Start
 ) -> None:
-    """The one that was stopped wakes while the other is at work on the very unit, which is the last one."""
+    """The stopped process continues while the other works on the same unit, the last one."""
 
     def worker(write: int) -> None:
         before_call(UnitOutput, "write", write, send(signal.SIGSTOP))
@@ -303,7 +303,7 @@ def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
     name: str,
     number: int,
 ) -> None:
-    """Another did block 1 and the head meanwhile, took block 0 over, and is stopped within it."""
+    """Another process has done block 1 and the head, has taken over block 0, and is stopped in it."""
 
     def stopped(owner: object, name: str, number: int) -> None:
         before_call(owner, name, number, send(signal.SIGSTOP))
@@ -326,7 +326,7 @@ def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
 def test_a_worker_takes_over_the_block_it_waits_for(
     model: Path, out: Path, calibrated: dict[str, str], start: Start
 ) -> None:
-    """The first is stopped within block 0, of which it has handed on one micro-batch of two."""
+    """The first process is stopped in block 0 after it has shared one of two micro-batches."""
 
     def stopped() -> None:
         write, calls = SharedStates.write, [0]
@@ -462,7 +462,7 @@ def test_foreign_files_in_the_units_directory_are_kept(model: Path, out: Path) -
 def test_units_of_another_run_are_refused_with_a_usable_hint(
     model: Path, out: Path, reference: dict[str, str]
 ) -> None:
-    """They were copied into the place of this run's; others may be at work, so that nobody is told to overwrite."""
+    """Other processes may work on the run, so that the hint does not suggest to overwrite."""
     other = out.with_name("other")
     for output, recipe in ((out, PLAIN), (other, swift(scales="absmax", bits=8))):
         with pytest.raises(StopError):
@@ -491,7 +491,7 @@ def test_joining_a_run_with_a_damaged_journal_is_refused(model: Path, out: Path)
 def test_joining_a_finished_run_accepts_its_result(
     model: Path, out: Path, reference: dict[str, str]
 ) -> None:
-    """A process that begins late finds it; another recipe is refused as ever."""
+    """A late process finds the result; another recipe is refused."""
     join(model, out)
     join(model, out)
     assert tree(out) == reference

@@ -59,7 +59,7 @@ def test_reproduce_refuses_another_source_before_work(result, tiny, tmp_path):
 
 
 def test_reproduce_handles_gguf_results_and_gguf_sources(model, tmp_path):
-    """A Modelfile comes out again too, and a source that is one file may have another name by now."""
+    """The Modelfile is rebuilt too, and a renamed source file is accepted."""
     file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
     plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
     quantize(model, file, recipe(type="BF16", **plain), modelfile=True, provenance=True)
@@ -196,7 +196,7 @@ def test_provenance_is_written_only_on_request(model, tmp_path):
 
 
 def test_a_repeated_publication_lists_the_same_files(model, out, monkeypatch):
-    """What an interrupted one had written beside the weights is none of its outputs."""
+    """Side files of an interrupted publication are not listed as outputs."""
     plain = out.with_name("m") / "out"
     plain.parent.mkdir()
     quantize(model, plain, recipe(bits=8), provenance=True)
@@ -213,7 +213,7 @@ def raise_stop(stage: Stage) -> None:
 
 
 def test_a_missing_or_damaged_manifest_is_named(model, tmp_path, capsys):
-    """Of a file it is not called as in a directory; one whose file was renamed is pointed at."""
+    """The manifest of a file has another name than in a directory; the hint points at that of a renamed file."""
     file = tmp_path / "a.gguf"
     quantize(model, file, recipe(format="gguf", type="BF16", scales="absmax", calibration=NO_DATA))
     file.rename(tmp_path / "b.gguf")

@@ -109,7 +109,7 @@ def test_files_are_synced_before_the_output_is_renamed(tmp_path: Path) -> None:
 
 
 def test_the_lock_records_the_publication_before_the_swap(tmp_path: Path) -> None:
-    """After a power failure the lock tells the old release, at the stage's place, from work to resume."""
+    """After a power failure the lock distinguishes the replaced result in the stage from work to resume."""
     out, lock = tmp_path / "out", tmp_path / ".out.qf/lock"
     make(out, "old", FAST)
     durable = {"lock": b"", "swaps": 0}

@@ -154,7 +154,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_new_output(tmp_path: Path) -> None
 def check_killed(
     directory: Path, calls: int, old: dict[str, bytes] | None, expected: dict[str, bytes]
 ) -> None:
-    """Check what each kill left, and that the next run makes it whole."""
+    """Check what each kill left, and that the next run completes it."""
     assert 20 < calls < 60
     states = []
     for at in range(1, calls):

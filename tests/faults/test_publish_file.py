@@ -25,7 +25,7 @@ THREE_FILES = tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))
 
 
 class KilledError(BaseException):
-    """Stands for a kill: nothing that runs after it writes."""
+    """Stands for a kill: no code that runs after it writes."""
 
 
 def kill() -> None:
@@ -88,7 +88,7 @@ def test_the_next_run_finishes_a_publication_killed_at_any_call(
 
 
 def test_a_failed_rename_does_not_lose_staged_files(tmp_path: Path) -> None:
-    """An export removes its stage after an error; what was decided to be published is kept."""
+    """An export removes its stage after an error, but not once its publication has begun."""
     out = tmp_path / "m.gguf"
 
     def rename(source: Path, target: Path) -> None:

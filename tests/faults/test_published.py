@@ -18,7 +18,7 @@ LINES = "".join(json.dumps({"body": f"{number} {TEXT[:400]}"}) + "\n" for number
 
 @pytest.fixture
 def workdir(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home, a place for temporary files and a working directory with a model and texts, all with telling names."""
+    """Make home, temporary and working directory with recognizable names, and a model with texts."""
     for name in ("home", "scratch", "work"):
         (tmp_path / f"telltale-{name}").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "telltale-home"))
@@ -37,7 +37,7 @@ def workdir(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def files_with_paths(folder: Path) -> list[str]:
-    """Files that hold a path of this machine."""
+    """Return the files that contain a local path."""
     return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*"))
             if path.is_file() and b"telltale-" in path.read_bytes()]  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_a_run_resumes_with_more_ranks_after_one_dies(
     os.kill(children(first)[0], signal.SIGKILL)
     assert ended(first) == 1, errors.read_text()
     errors.unlink()
-    log_directory = out.with_name("m.said")
+    log_directory = out.with_name("m.output")
     log_directory.mkdir()
     again = [rank(words, log_directory, number) for number in range(3)]
     assert [ended(child) for child in again] == [0, 0, 0]
@@ -178,7 +178,7 @@ def test_verbs_that_ranks_cannot_share_are_refused(
 def test_two_ranks_generate_the_answer_of_one_process(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of two processes holds half of the packed weights; the answer is that of one, said once."""
+    """Each of two processes holds half of the packed weights; the answer equals that of one, printed once."""
     arguments = ("--method", "rtn", "--scheme", "int4:g32:sym", "-o", out)
     assert command(capsys, "quantize", model, *arguments).code == 0
     words = ("generate", out, "the weights of", "--max-tokens", "8", "--json")
@@ -207,7 +207,7 @@ def test_two_ranks_generate_the_answer_of_one_process(
 def test_an_error_of_all_ranks_is_printed_once(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torchrun gives each process a file for its error, in directories side by side."""
+    """torchrun gives each process an error file in sibling directories."""
     monkeypatch.setenv(STARTED, "x")
     results = []
     for rank in ("1", "0"):

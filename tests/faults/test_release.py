@@ -94,7 +94,7 @@ def test_an_invalid_release_file_gets_an_example(tmp_path, capsys):
 
 
 def uploads(out, *typed):
-    """What a script uploads, and where to."""
+    """Run the upload script with a fake `hf`, and return repository and path of each upload."""
     (out.parent / "hf").write_text('#!/bin/sh\necho "$2 $3"\n')
     (out.parent / "hf").chmod(0o755)
     ran = subprocess.run(

@@ -36,7 +36,7 @@ def write_spec(path, model, *parts):
 
 
 def run_hint(capsys, stderr):
-    """Type what a hint says behind its colon."""
+    """Run the command that a hint shows after its colon."""
     hint = stderr.partition("hint: ")[2].splitlines()[0]
     return command(capsys, "release", *shlex.split(hint.rpartition(": ")[2]))
 

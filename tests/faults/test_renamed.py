@@ -18,7 +18,7 @@ GGUF_Q4_0 = {"format": "gguf", "type": "Q4_0"}
 
 
 def copy_result(file: Path, new: Path, *, beside: tuple[str, ...] = ()) -> Path:
-    """Return a copy of a file, or set, under another name, with its manifest and what else is named."""
+    """Copy a GGUF file or its parts under another name, with its manifest and the given side files."""
     new.parent.mkdir(exist_ok=True)
     if file.exists():
         shutil.copy(file, new)
@@ -111,7 +111,7 @@ def test_renamed_gguf_parts_are_verified_together(tiny, tmp_path):
 
 
 def test_a_file_that_the_manifest_does_not_list_is_an_error(tiny, tmp_path, result):
-    """Nothing is verified by a manifest that lists nothing, or only some parts of a set."""
+    """A manifest that lists no file, or only some parts of a set, is not enough."""
     manifest_path = Path(f"{result}{MANIFEST_END}")
     document = json.loads(manifest_path.read_text())
     document["outputs"] = {}

@@ -45,7 +45,7 @@ JOURNAL_FILE = ".out.qf/journal"
 
 @pytest.mark.parametrize("join", [False, True])
 def test_a_read_only_output_keeps_finished_work(model, out, monkeypatch, join):
-    """A file system that turns read-only, say: it is the place that is wrong, not what was done."""
+    """A file system that turns read-only does not invalidate the work."""
     recipe = swift(scales="absmax", bits=4) if join else swift("gptq", bits=4)
     parts: list[str] = []
     with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def test_a_run_killed_at_random_times_writes_the_same_bytes(model, tmp_path):
 
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory):
-    """What a command makes that no signal stops."""
+    """The files of a run that no signal stops."""
     out = tmp_path_factory.mktemp("plain") / "out"
     api.quantize(tiny("llama-wide"), None, out, method="gptq", samples=6, length=24)
     return tree(out)
@@ -143,7 +143,7 @@ def test_a_journal_of_an_older_schema_is_refused(model, out):
     [("awq+gptq", {"bits": 4, "kv_cache": "fp8"}), ("smooth+gptq", {"scheme": "W8A8_STATIC"})],
 )
 def test_resume_after_measured_ranges_writes_the_same_bytes(tiny, out, method, values):
-    """The next block reads what the source computes: a transformed one differs in its last bits."""
+    """The next block reads the states of the source: those of a transformed block differ in their last bits."""
     model, recipe = tiny("llama"), swift(method, **values)
     quantize(model, out.with_name("m"), recipe)
     with pytest.raises(StopError):
@@ -225,7 +225,7 @@ def test_resume_with_a_changed_source_is_refused(model, out):
 
 
 def test_resume_with_another_imatrix_is_refused(model, out):
-    """The file's name is in the recipe; its bytes are what decides."""
+    """The recipe has the name of the file, but its digest decides."""
     file = out.parent / "m"
     recipe = swift(
         format="gguf",

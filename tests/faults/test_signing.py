@@ -44,7 +44,7 @@ def private_pem(
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with ``key`` and ``key.pub``, and with those of somebody else."""
+    """A directory with ``key`` and ``key.pub``, and another pair of keys."""
     directory = tmp_path_factory.mktemp("keys")
     for name in ("key", "other"):
         key = ec.generate_private_key(ec.SECP256R1())
@@ -161,7 +161,7 @@ def test_a_file_signature_covers_its_side_files_only(
 def test_a_signature_without_the_manifest_is_reported(
     model: Path, tmp_path: Path, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one of an earlier version did, or of another tool."""
+    """Earlier versions and other tools write such signatures."""
     out, directory = tmp_path / "m.gguf", tmp_path / "alone"
     quantize(model, out, GGUF)
     directory.mkdir()
@@ -223,7 +223,7 @@ def test_an_unusable_signing_key_is_refused_before_work(
 def test_signing_without_model_signing_is_refused(
     model: Path, out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export asks for it as a quantization does, and only where a key is named."""
+    """Quantization and export need the library only if a key is given."""
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(UsageError, match="model-signing"):
         quantize(model, out, recipe(bits=8), sign=keys / "key")

@@ -34,7 +34,7 @@ GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
 
 def edit_file(path: Path, at: int, data: bytes | None = None) -> None:
-    """Change a byte of a file (or write some) that is not in memory any more, and set its time back."""
+    """Flip a byte of a file, or write some, drop cached chunks, and restore its modification time."""
     checksums._CACHE.clear()
     times = path.stat()
     with path.open("r+b") as file:
@@ -46,7 +46,7 @@ def edit_file(path: Path, at: int, data: bytes | None = None) -> None:
 
 
 def last_byte(model: Path, name: str) -> tuple[Path, int]:
-    """The file of a tensor and the place of its last byte."""
+    """Return the file of a tensor and the offset of its last byte."""
     if model.is_file():
         entry = read_gguf(model).tensors[name]
         return entry.file, entry.end - 1
@@ -55,7 +55,7 @@ def last_byte(model: Path, name: str) -> tuple[Path, int]:
 
 
 def edit_after(part: str, work: Callable[[], object]) -> Callable[[Progress], None]:
-    """Return a progress callback that edits when a part is done."""
+    """Return a progress callback that calls ``work`` when a part is done."""
 
     def progress(done: Progress) -> None:
         if done.part == part:
@@ -80,7 +80,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that makes a source of a kind."""
+    """Return a function that makes a source: a directory, its shards, or a GGUF file."""
 
     def make(kind: str) -> Path:
         path = tmp_path / kind
@@ -169,7 +169,7 @@ def test_side_files_edited_during_a_run_are_copied_as_digested(
 def test_side_files_edited_after_the_plan_are_detected(
     model: Path, tmp_path: Path, name: str, recipe_used: object
 ) -> None:
-    """Replaced between the plan and the digest: the plan was of another model."""
+    """A file replaced between the plan and the digest is detected."""
     source, out = copied(model, tmp_path / "m"), tmp_path / "out.gguf"
     document = json.loads((source / name).read_text())
     document["added"] = 1
@@ -247,13 +247,13 @@ def test_checksums_cover_every_byte(
 
 
 def read_checked(sums: Checksums, file: BinaryIO, start: int, count: int) -> bytes | None:
-    """Return what is read with checksums; None where it is not what was digested."""
+    """Return bytes read with checksums, or None where they differ from what was digested."""
     into = bytearray(count)
     return bytes(into) if sums.read(file.fileno(), memoryview(into), start) else None
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the counts of bytes that are read from now on, as a list that grows."""
+    """Return a list that records the byte count of each read from now on."""
     counts: list[int] = []
     preadv = os.preadv
 
@@ -268,7 +268,7 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_checksums_are_small_and_reads_touch_few_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its states are few for any size; of a huge file they are more, so that a chunk is never large."""
+    """The number of chunks is limited, except for huge files, where the chunk size is."""
     for name, value in (("_MAX_CHUNKS", 8), ("_MIN_CHUNK_BYTES", 16), ("_MAX_CHUNK_BYTES", 200)):
         monkeypatch.setattr(checksums, name, value)
     path = tmp_path / "file"

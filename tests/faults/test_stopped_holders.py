@@ -33,7 +33,7 @@ Stopped = Callable[[object, str, Callable[[], object]], int]
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody be waited for long."""
+    """Shorten heartbeats and timeouts."""
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
@@ -43,7 +43,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Iterator[Stopped]:
-    """Start work in a child, and return when it has stopped itself in front of a call."""
+    """Start work in a child process, and return when it has stopped itself before a call."""
     children: list[int] = []
 
     def start(owner: Any, name: str, work: Callable[[], object]) -> int:
@@ -69,7 +69,7 @@ def stopped(tmp_path: Path) -> Iterator[Stopped]:
 
 
 def signal_on_note(child: int, number: signal.Signals) -> tuple[list[str], Callable[[str], None]]:
-    """Return what a process is told, and the note that sends the stopped one a signal."""
+    """Return the notes of a process, and a callback that signals the stopped child when a note names it."""
     messages: list[str] = []
 
     def note(text: str) -> None:
@@ -133,7 +133,7 @@ def test_waiting_for_a_result_names_the_stopped_process(
 def test_no_message_about_a_live_worker(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes longer than one that is not heard of is waited for."""
+    """Its work takes longer than the time after which a silent process is reported."""
     spec, out, notes = tmp_path / "release.toml", tmp_path / "out", tmp_path / "said"
     spec.write_text(TWO_VARIANTS.format(model=model))
     notes.touch()

@@ -102,7 +102,7 @@ def test_an_unreadable_file_is_named(
 
 @pytest.mark.thorough
 def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Path) -> None:
-    """Where torch fills new memory with the largest numbers and NaN, the same bytes come out."""
+    """The output is the same when torch fills new memory with NaN and the largest numbers."""
     model = tiny("llama")
 
     def run(directory: Path) -> None:
@@ -127,7 +127,7 @@ def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Pa
 def test_a_run_fits_into_120_percent_of_planned_memory(
     method: str, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""
+    """The limit is on address space, beyond imports, compiled loops and the stack of a thread."""
     model, requested = first_blocks(copied(DEMO, tmp_path / "demo"), 1), recipe(method, bits=4)
     peak = api.plan(str(model), requested).peak_memory_bytes
     quantize(model, tmp_path / "free", requested, threads=1)

@@ -163,7 +163,7 @@ def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
 
 
 def test_dropped_pad_token_has_no_key_and_bos_is_refused(tiny, tmp_path):
-    """One that pads or ends texts has no key; one that is put before every text is refused."""
+    """A pad token without a row gets no key; a token put before every text is refused."""
     source = edited(tiny("llama-tied"), tmp_path / "m", add_token)
     path = source / "tokenizer_config.json"
     config = json.loads(path.read_text())

@@ -51,7 +51,7 @@ def quantized(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def required_space(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The bytes that a verb wants to be free before it begins."""
+    """Return the free bytes that a verb requires before it begins."""
     requests: list[int] = []
     check = Stage.check_space
 
@@ -201,7 +201,7 @@ def test_a_side_file_changed_before_its_copy_is_detected(
 def finish_before_cleanup(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> None:
-    """Leave a result as a kill right after its publication does: its journal still lies beside it."""
+    """Leave a result as after a kill right after its publication: its journal still exists."""
 
     def killed(_work: object) -> None:
         raise KeyboardInterrupt

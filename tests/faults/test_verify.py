@@ -149,7 +149,7 @@ def swap_groups(stored: Tensors) -> None:
 
 
 def reorder_rows(stored: Tensors, module: str, heads: int) -> None:
-    """Rows as llama.cpp orders them for its rotary embedding."""
+    """Reorder rows as llama.cpp does for its rotary embedding."""
     for part in ("weight_packed", "weight_scale"):
         value = stored[f"{module}.{part}"]
         halves = value.view(heads, 2, -1, value.shape[1])
@@ -200,7 +200,7 @@ def truncate_weights(model: Path) -> None:
 
 
 def restore_source_weights(model: Path) -> None:
-    """The source's weights under a configuration that promises codes."""
+    """Replace the codes with plain weights, and keep the quantization config."""
     stored_tensors = load_file(model / "model.safetensors")
     stored = {name for name in stored_tensors if name.rpartition(".")[2].startswith("weight_")}
     original = {name: value for name, value in stored_tensors.items() if name not in stored}
@@ -501,7 +501,7 @@ def test_folded_factors_of_other_families_pass(family, source, tmp_path):
 
 
 def test_a_channel_with_clipped_outliers_passes(artifact, source, tmp_path):
-    """Its fitted factor is too small. A wrong factor of the same channel is found all the same."""
+    """Its fitted factor is too small, but a wrong factor of the same channel is still found."""
     original = copied(source("llama-wide"), tmp_path / "source")
     model = copied(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
@@ -545,7 +545,7 @@ ODD_VALUES: list[Any] = [
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON document."""
+    """Yield the path of every value in a JSON document."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         yield (*path, key)
@@ -555,7 +555,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
 def test_odd_quantization_configs_raise_no_python_error(base, artifact, tmp_path):
-    """Whatever stands in ``quantization_config``: findings or silence, never an error of Python."""
+    """Any value in ``quantization_config`` gives findings or none, but never a Python error."""
     model = copied(artifact(base), tmp_path / "m")
     (model / NAME).unlink()
     config = json.loads((model / CONFIG).read_text())
@@ -593,7 +593,7 @@ def flip_byte(model: Path) -> None:
 
 
 def add_huge_file(model: Path) -> None:
-    """A terabyte of nothing, which no digest is needed to tell from three bytes."""
+    """Add a sparse file of a terabyte, which is found by its size without a digest."""
     document(NAME, lambda d: d["outputs"].update({"x.bin": {"bytes": 3, "sha256": ""}}))(model)
     (model / "x.bin").touch()
     os.truncate(model / "x.bin", 1 << 40)
@@ -661,7 +661,7 @@ def test_a_source_with_fewer_blocks_is_reported(artifact, source, tmp_path):
 
 @pytest.mark.parametrize("family", usual(("llava_next", "fuyu", "lfm3"), "llava_next"))
 def test_undeclared_families_with_renamed_tensors_are_verified(family, tmp_path):
-    """Of a family without declarations, artifact and source are matched in the same way, whatever can be derived."""
+    """Artifact and source of an undeclared family are matched in the same way."""
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
     report = verify(tmp_path / "q", source)

@@ -54,7 +54,7 @@ RELEASED: dict[str, Document] = {
 
 
 def saved(config: Document) -> Document:
-    """As transformers writes it."""
+    """Return a configuration as transformers saves it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
@@ -100,7 +100,7 @@ def other_than(value: Any) -> Any:
 
 
 def with_value(document: Document, path: tuple[Any, ...], value: Any = ...) -> Document:
-    """A copy with another value at a place, or without it."""
+    """Return a copy of a document with another value at a path, or without it."""
     edited = copy.deepcopy(document)
     node: Any = edited
     for key in path[:-1]:

@@ -91,7 +91,7 @@ def drop(key: str) -> Edit:
 
 
 def second_group(target: str, **values: Any) -> Edit:
-    """Another group in front of the first, the same but for ``values``."""
+    """Add another config group before the first, equal but for ``values``."""
 
     def apply(model: Model) -> None:
         other = {**deepcopy(model.group), "targets": [target], **values}
@@ -101,7 +101,7 @@ def second_group(target: str, **values: Any) -> Edit:
 
 
 def index(order: Callable[[torch.Tensor], torch.Tensor], *modules: str) -> Edit:
-    """Numbers of groups for the modules of a file with groups of 32, by default for all."""
+    """Add ``g_idx`` tensors for groups of 32 to modules, by default to all."""
 
     def apply(model: Model) -> None:
         ends = [name for name in model.tensors if name.endswith(".weight_scale")]
@@ -140,12 +140,12 @@ def file(name: str, **values: Any) -> Edit:
 
 
 def only_config(model: Model) -> None:
-    """Leave the one description in ``config.json``."""
+    """Remove the copy of the quantization config, so that ``config.json`` has the only one."""
     (model.path / COPY).unlink()
 
 
 def unquantize_up(model: Model) -> None:
-    """Store one module that a group targets as it was."""
+    """Store one module that a group targets unquantized."""
     without(f"{UP}.weight_packed")(model)
     without(f"{UP}.weight_scale")(model)
     without(f"{UP}.weight_shape")(model)

@@ -23,7 +23,7 @@ def quick_verify(path: Path, source: Path) -> Report:
 
 
 def export_result(source: Path, directory: Path, scheme: str, format_key: str) -> Path:
-    """Return the export of a result, beside it."""
+    """Quantize a source, export the result, and return the path of the export."""
     out = directory / "q"
     quantize(source, out, recipe(scheme=scheme, scales="absmax"))
     file = directory / ("e.gguf" if format_key == "gguf" else "e")
@@ -43,7 +43,7 @@ def test_repeated_scales_are_judged_by_the_original_group(tiny, tmp_path, scheme
 
 
 def test_split_groups_are_judged_by_the_original_group(tiny, tmp_path):
-    """Beside an outlier half a group is lost: not more than was lost when it was rounded."""
+    """An outlier ruins half a group, but no more than the original rounding did."""
     source = copied(tiny("llama-wide"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     tensors[OTHER][3, 10] *= 100

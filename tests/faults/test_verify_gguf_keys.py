@@ -30,7 +30,7 @@ FAMILIES = ("llama", "llama-yarn", "gemma3", "phi3-long", "qwen3_moe", "gpt2")
 
 @pytest.fixture(scope="module")
 def source_and_gguf(tmp_path_factory):
-    """A source and a file of it."""
+    """Return a function that makes a source and a GGUF file of it."""
 
     @cache
     def make(family: str):
@@ -137,7 +137,7 @@ def test_token_scores_are_compared_by_order(source_and_gguf):
 
 
 def plant_key(path, target, key: str, change):
-    """A copy whose 32-bit value of a key is another."""
+    """Copy a GGUF file with another 32-bit value of a key."""
     shutil.copy(path, target)
     data = bytearray(target.read_bytes())
     start = data.index(key.encode()) + len(key) + 4

@@ -198,7 +198,7 @@ def test_weights_rounded_down_are_found_despite_small_errors():
 
 
 def test_a_destroyed_column_dominates_the_column_errors():
-    """A destroyed column is nearly all of the error; what others make up for is no fault of a column."""
+    """A destroyed column has nearly all of the error; errors that cancel are not charged to a column."""
     weight, inputs = matrix()
     tensor = round_plainly(weight, scheme_of("int4:g64:sym"))
     bad = codes(set_codes((EVERY, 17), 7))(tensor)
@@ -338,7 +338,7 @@ def test_constant_codes_are_found_without_a_source():
     "text", ["int4:g64:sym", "nvfp4", "mxfp4", "mxfp8", "q4_k", "nf4:g64:sym:double"]
 )
 def test_one_huge_scale_is_found_without_a_source(text):
-    """Whatever the scale is stored as: here the weights of a group are what it makes of them."""
+    """The decoded weights of a group are scaled, however its scale is stored."""
     weight, _ = matrix()
     tensor = round_plainly(weight, scheme_of(text))
     assert [*anomalies(tensor, tensor.decode())] == []

@@ -27,7 +27,7 @@ def model(tmp_path):
 
 
 def find_messages(model) -> list[str]:
-    """What is found; warnings begin with a question mark."""
+    """Return the findings as text; warnings begin with a question mark."""
     report = Report(model)
     artifact = open_artifact(report)
     if artifact is not None:
@@ -77,7 +77,7 @@ def test_contradicting_side_files_are_found(name, model):
 
 
 def contradictions(quantization: Any, **files: Any) -> int:
-    """How many there are of a quantization and other files by name."""
+    """Return the number of contradictions between a quantization config and other files."""
     report = Report(Path("m"))
     contents = {f"{name}.json": json.dumps(value).encode() for name, value in files.items()}
     find_contradictions(report, SideFiles({"quantization_config": quantization}, contents), 0)

@@ -136,7 +136,7 @@ def test_the_threads_option_reaches_torch(tiny, capsys, monkeypatch):
 
 
 def remove_tensors(directory: Path, *names: str) -> Path:
-    """Take tensors away."""
+    """Remove tensors from a model."""
     file = directory / "model.safetensors"
     tensors = {name: value for name, value in load_file(file).items() if name not in names}
     save_file(tensors, file, metadata={"format": "pt"})

@@ -52,7 +52,7 @@ NAME, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generatio
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Directories of tokenizers as released."""
+    """Return a function that makes the directory of a tokenizer as it was released."""
 
     @cache
     def make(name: str) -> Path:
@@ -82,7 +82,7 @@ def read(directory: Path) -> SideFiles:
 
 
 def find_messages(files_read: dict[str, bytes], source: Path) -> list[str]:
-    """What is found; warnings begin with a question mark."""
+    """Return the findings as text; warnings begin with a question mark."""
     other = read(source)
     report = Report(source)
     files = SideFiles(other.config, files_read)
@@ -136,7 +136,7 @@ SAMPLED = {"vocab", "merges"}
 
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
 def test_every_tokenizer_value_is_compared(name, released, monkeypatch):
-    """Also without transformers, which reads some places from the class of a family."""
+    """Every value counts even if transformers cannot load the tokenizer."""
 
     def fail(side: SideFiles) -> Any:
         raise InputError("unread")
@@ -238,7 +238,7 @@ PLACES = ("chat_template.jinja", "chat_template.json", "processor_config.json", 
 
 @pytest.mark.parametrize("location", PLACES)
 def test_a_chat_template_is_compared_in_every_file(location, released):
-    """Which of several is taken depends on the loader."""
+    """Loaders differ in which of several templates they use."""
     source = released("llama3")
     files = read(source).files
 

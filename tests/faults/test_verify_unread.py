@@ -78,7 +78,7 @@ def test_inspect_shows_headers_of_an_unsupported_gguf_file(file, capsys):
 
 @pytest.fixture
 def foreign(model, tmp_path):
-    """A directory whose weights somebody else's method holds, as its configuration says."""
+    """Return a function that makes a model with an unknown quantization method."""
 
     def make_foreign(method):
         directory = copied(model, tmp_path / "foreign")

@@ -29,7 +29,7 @@ Work = Callable[[Path, Settings], object]
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let claims be taken over after a second, and those that are not heard of be told soon."""
+    """Shorten heartbeats, so that claims are taken over and silent processes reported soon."""
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
@@ -40,7 +40,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def work(
     request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Work:
-    """What processes share: a result, as ranks of torchrun, or a release."""
+    """The work that processes share: a result, as ranks of torchrun, or a release."""
     spec = tmp_path / "m-release.toml"
     spec.write_text(TWO_VARIANTS.format(model=model))
 
@@ -55,7 +55,7 @@ def work(
 
 
 def with_clock(seconds: float, work: Callable[[], object]) -> None:
-    """Work in this process, a child, with a clock that is wrong."""
+    """Run work in this child process with a wrong clock."""
     now, utime = time.time, os.utime
 
     class Wrong(datetime):

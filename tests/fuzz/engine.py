@@ -23,7 +23,7 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass
 class Outcome:
-    """What came of fuzzing one target."""
+    """The outcome of fuzzing one target."""
 
     name: str
     executions: int = 0
@@ -67,7 +67,7 @@ def fuzz(
 
 
 def warm_up(name: str, directory: Path) -> None:
-    """Import what is imported when it is needed, so that no input is charged for it."""
+    """Trigger lazy imports, so that no input is charged for them."""
     import torch  # noqa: F401 - some damage reaches code that needs it, the corpus may not
 
     for data in seeds(name):
@@ -76,7 +76,7 @@ def warm_up(name: str, directory: Path) -> None:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A place for the files of a target, in memory where that is possible."""
+    """Return a temporary directory for the files of a target, in memory if possible."""
     return tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
 
 

@@ -81,7 +81,7 @@ def _integer(data: bytes, others: Sequence[bytes], chance: random.Random) -> byt
 
 
 def _document(data: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
-    """A change of the JSON document that the bytes are, or begin with behind its length."""
+    """Mutate the JSON document in the data, which may follow its 8-byte length."""
     length = int.from_bytes(data[:8], "little")
     framed = 8 < length + 8 <= len(data) and data[8:9] == b"{"
     text, rest = (data[8 : 8 + length], data[8 + length :]) if framed else (data, b"")

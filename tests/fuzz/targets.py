@@ -50,7 +50,7 @@ def safetensors(data: bytes, directory: Path) -> None:
 
 
 def index(data: bytes, directory: Path) -> None:
-    """The map of shards beside two of them."""
+    """The shard index, beside two shards."""
     for name, tensor in (("model-00001-of-00002", "a"), ("model-00002-of-00002", "b")):
         shard = directory / f"{name}.safetensors"
         if not shard.exists():
@@ -60,7 +60,7 @@ def index(data: bytes, directory: Path) -> None:
 
 
 def strict_json(data: bytes, directory: Path) -> None:
-    """What is accepted is what any other reader finds in it."""
+    """Accepted JSON equals what `json.loads` reads."""
     parsed = parse_object(data, directory)
     assert parsed == json.loads(data)
 
@@ -88,7 +88,7 @@ def config(data: bytes, directory: Path) -> None:
 
 
 def _is_tensor(item: object) -> bool:
-    """Headers are another target: these are small and sound."""
+    """Return whether an item describes a small valid tensor; headers are another target."""
     return (
         isinstance(item, list)
         and len(item) == 2
@@ -114,7 +114,7 @@ def gguf(data: bytes, directory: Path) -> None:
 
 
 def imatrix(data: bytes, directory: Path) -> None:
-    """Either form, by what the file begins with."""
+    """Either imatrix format, by the first bytes of the file."""
     read_imatrix(written(directory / "imatrix", data))
 
 
@@ -132,14 +132,14 @@ def scheme(data: bytes, directory: Path) -> None:
 
 
 def pattern(data: bytes, directory: Path) -> None:
-    """Which layer a pattern means."""
+    """Match a layer name against a pattern."""
     name = "model.layers.10.mlp.down_proj.weight"
     tensor = MatchedTensor(name, StoredTensor(name, "F32", (1, 1)), Role.LINEAR)
     matches(data.decode("utf-8", "replace"), tensor)
 
 
 def release(data: bytes, directory: Path) -> None:
-    """The manifest of somebody's release, against its files."""
+    """The manifest of a foreign release, against its files."""
     written(directory / manifest.NAME, data)
     written(directory / "model.safetensors", b"")
     check_manifest(Report(directory))
@@ -180,7 +180,7 @@ def jsonl(data: bytes, directory: Path) -> None:
 
 
 def source(data: bytes, directory: Path) -> None:
-    """Where text comes from, as it is typed."""
+    """The calibration sources of the command line."""
     parse_sources(data.decode("utf-8", "replace"))
 
 
@@ -194,7 +194,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def answered(target: Target, data: bytes, directory: Path) -> bool:
-    """Whether a target accepts the input; a finding comes out as what it is."""
+    """Return whether a target accepts the input; other exceptions propagate."""
     try:
         target(data, directory)
     except (QuantForgeError, SourceError):

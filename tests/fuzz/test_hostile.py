@@ -81,7 +81,7 @@ def test_the_judge_reports_every_kind_of_failure(
 def test_only_links_inside_a_model_leak_other_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: str, wrong: int
 ) -> None:
-    """The judge sees the canary where a link inside of a model led to it, not where an argument is the link."""
+    """The judge reports the canary if a link inside a model led to it, not if an argument is the link."""
     tree = tmp_path / "tree"
     (tree / "model").mkdir(parents=True)
     (tmp_path / "outside.txt").write_text(judge.CANARY)
@@ -115,7 +115,7 @@ def test_the_judge_accepts_a_json_result(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_case_is_deterministic_for_seed_and_number(tmp_path: Path) -> None:
-    """Nothing of the tree decides what is drawn but its names."""
+    """Only the names in the tree affect what is drawn."""
     cases = [draw(3, number, tmp_path) for number in range(200)]
     again = [draw(3, number, tmp_path) for number in range(200)]
     assert [case.arguments for case in cases] == [case.arguments for case in again]

@@ -27,11 +27,11 @@ ODD_OPTIONS = (
 
 @dataclass
 class Case:
-    """A command in a tree of which some files were damaged; ``told`` describes it for people."""
+    """A command in a tree of which some files were damaged; ``changes`` describes it for people."""
 
     number: int
     arguments: list[str]
-    told: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
 
 
 def draw(seed: int, number: int, tree: Path) -> Case:
@@ -75,7 +75,7 @@ def _damage(case: Case, name: str, pattern: str, tree: Path, chance: random.Rand
         damage = chance.choice(damages(path))
         if path.is_file() and not path.is_symlink():
             damage(path, tree, chance)
-            case.told.append(f"{damage.__name__} {name} ({path.relative_to(tree)})")
+            case.changes.append(f"{damage.__name__} {name} ({path.relative_to(tree)})")
 
 
 def _options(case: Case, chance: random.Random) -> None:
@@ -86,11 +86,11 @@ def _options(case: Case, chance: random.Random) -> None:
         if chance.random() < 0.15:
             at = chance.randrange(1, len(case.arguments))
             case.arguments[at] = value
-            case.told.append(f"argument {at}")
+            case.changes.append(f"argument {at}")
             continue
         name, flag = chance.choice(options)
         case.arguments += [name] if flag else [name, value]
-        case.told.append(f"option {name}")
+        case.changes.append(f"option {name}")
 
 
 @cache
