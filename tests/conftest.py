@@ -44,11 +44,11 @@ def pytest_collection_finish() -> None:
 
 
 # Loops that numba compiles take a minute: what one process has compiled, the others read, and later sessions.
-LOOPS = "NUMBA_CACHE_DIR"
+NUMBA_CACHE_VARIABLE = "NUMBA_CACHE_DIR"
 
 
-def loops_folder() -> Path:
-    """Return a folder that is named after all that loops are made of: numba sees no change in what a loop calls."""
+def numba_cache_folder() -> Path:
+    """Return a cache folder named after the sources: numba sees no change in functions that a loop calls."""
     root = Path(__file__).parents[1]
     parts = (root / "quantforge" / name for name in ("numerics", "packers", "quantizers"))
     sources = [path for part in parts for path in sorted(part.rglob("*.py"))]
@@ -60,9 +60,11 @@ def loops_folder() -> Path:
     return folder
 
 
-if LOOPS not in os.environ:
-    os.environ[LOOPS] = str(loops_folder())
-numba.config.CACHE_DIR = os.environ[LOOPS]  # it has read the variable when it was imported
+if NUMBA_CACHE_VARIABLE not in os.environ:
+    os.environ[NUMBA_CACHE_VARIABLE] = str(numba_cache_folder())
+numba.config.CACHE_DIR = os.environ[
+    NUMBA_CACHE_VARIABLE
+]  # it has read the variable when it was imported
 numba.njit = functools.partial(numba.njit, cache=True)
 
 
@@ -81,7 +83,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
+def _seed_torch() -> None:
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # without a GPU that would note a whole traceback for one, for every test
@@ -103,24 +105,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nobody_waits_for_the_disk() -> Iterator[None]:
-    """Let calls that make files durable look at the descriptor alone: a process that is killed has lost nothing without
-    them, only a machine that stops would have. Commands in processes of their own make them as they are."""
+def _skip_fsync() -> Iterator[None]:
+    """Replace `os.fsync` by `os.fstat` in this process: only a crash of the machine could lose data. Commands in
+    processes of their own call `os.fsync` as it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _what_stays_is_not_looked_at_again() -> None:
-    """Take libraries and test modules, millions of objects, out of every later collection of garbage."""
+def _exclude_loaded_modules_from_garbage_collection() -> None:
+    """Exclude the millions of objects of loaded libraries and test modules from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _speeds_are_compared_however_busy_this_machine_is() -> Iterator[None]:
-    """Show speeds alike on a busy machine; tests of what is shown there set the limit themselves."""
+def _compare_speeds_on_busy_machines() -> Iterator[None]:
+    """Report speeds in the same way on a busy machine; tests of the busy case set the limit themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.evaluation.verdict.FULL_SHARE", 0.0)
         patch.setattr("quantforge.cli.generate.FULL_SHARE", 0.0)
@@ -156,7 +158,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_s
 NEMOTRON_H = {**{key: value for key, value in SIZES.items() if key != "num_hidden_layers"}, "head_dim": 32,
               "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
               "mlp_bias": True, "use_bias": True, "hybrid_override_pattern": "M-*M"}  # fmt: skip
-GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
            "llama_4_scaling_beta": 0.3}  # fmt: skip
 # Keys that are values, heads of full layers that are wider, a vector of each token for every layer.
@@ -228,7 +230,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "ernie4.5": ("ernie4_5", {**SIZES, "head_dim": 32, "use_bias": True}, "bfloat16", 0),
     "hunyuan": ("hunyuan_v1_dense", {**SIZES, "head_dim": 32, "attention_bias": True}, "bfloat16", 0),
     "ministral": ("ministral", {**SIZES, "head_dim": 32, "sliding_window": 16, "layer_types": WINDOWS}, "bfloat16", 0),
-    "ministral3": ("ministral3", {**SIZES, "head_dim": 32, "rope_parameters": GROWING}, "bfloat16", 0),
+    "ministral3": ("ministral3", {**SIZES, "head_dim": 32, "rope_parameters": YARN_ROPE}, "bfloat16", 0),
     "stablelm": ("stablelm", {**SIZES, "use_qkv_bias": True}, "bfloat16", 0),
     "stablelm-parallel": ("stablelm", {**SIZES, "qk_layernorm": True, "use_parallel_residual": True}, "bfloat16", 0),
     "phi": ("phi", {**SIZES, "qk_layernorm": True}, "float16", 0),
@@ -248,7 +250,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
                    "vision_config": {key: value for key, value in QWEN_VISION.items()
                                      if key != "num_position_embeddings"}}, "bfloat16", 0),
     "mistral3": ("mistral3", {"text_config": {**SIZES, "model_type": "ministral3", "head_dim": 32,
-                                              "rope_parameters": GROWING},
+                                              "rope_parameters": YARN_ROPE},
                               "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
                               "tie_word_embeddings": False}, "bfloat16", 0),
     "falcon-h1": ("falcon_h1", {**SIZES, **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mlp_bias": True,
@@ -322,14 +324,21 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "gpt-oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 16}, "bfloat16", 0),
     "llama4": ("llama4_text", {**LLAMA4, "attention_bias": True}, "bfloat16", 0),
 }  # fmt: skip
-MIXTURES_BESIDE_TOWERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+MULTIMODAL_MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama4-multimodal": ("llama4", {"text_config": LLAMA4, "vision_config": {
                               **VISION, "vision_output_dim": 48, "projector_input_dim": 48,
                               "projector_output_dim": 48, "intermediate_size": 128}}, "bfloat16", 0),
 }  # fmt: skip
 # Transformers has a class for the decoder alone, which has other names than the whole model.
-BESIDE_TOWERS = ("gemma3-multimodal", "gemma4-multimodal", "qwen3.5-multimodal", "mistral3")
-TEXT_FAMILIES = tuple(name for name in FAMILIES if name not in {*BESIDE_TOWERS, "llama-wide"})
+RENAMED_DECODER_FAMILIES = (
+    "gemma3-multimodal",
+    "gemma4-multimodal",
+    "qwen3.5-multimodal",
+    "mistral3",
+)
+TEXT_FAMILIES = tuple(
+    name for name in FAMILIES if name not in {*RENAMED_DECODER_FAMILIES, "llama-wide"}
+)
 
 Tiny = Callable[[str], Path]
 
@@ -357,7 +366,7 @@ def tiny_tokenizer() -> Any:
     return fast
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Fill parameters with random numbers of the size that trained models have."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -377,18 +386,20 @@ def make_tiny(family: str, directory: Path, **changes: Any) -> Path:
     """Build, fill and save one model; ``changes`` are of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model_type, values, dtype, shard = {**FAMILIES, **MIXTURES, **MIXTURES_BESIDE_TOWERS}[family]
+    model_type, values, dtype, shard = {**FAMILIES, **MIXTURES, **MULTIMODAL_MIXTURES}[family]
     config = AutoConfig.for_model(model_type, **{**values, **changes})
     auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
-    randomise(model)
+    randomize(model)
     sharding = {"max_shard_size": shard} if shard else {}
     model.to(getattr(torch, dtype)).save_pretrained(directory, **sharding)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 
 
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+def make_once_per_session(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]
+) -> Path:
     """Return a folder that one process of the session makes, whole or not at all, and all of them read."""
     own = factory.getbasetemp()
     out = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made" / name
@@ -409,6 +420,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
     @cache
     def make(family: str) -> Path:
-        return made_once(tmp_path_factory, family, lambda place: make_tiny(family, place))
+        return make_once_per_session(
+            tmp_path_factory, family, lambda place: make_tiny(family, place)
+        )
 
     return make

@@ -1,7 +1,6 @@
-"""Cases that show on a further model, format or method what another case of the same test shows.
+"""Markers for test cases that repeat on another model, format or method what a default case already shows.
 
-`scripts/test` leaves them out, as it does tests that are marked ``thorough``, which take seconds and stand beside
-quicker ones; ``scripts/test -m ""`` runs all.
+`scripts/test` leaves them out, as it does slow tests that are marked ``thorough``; ``scripts/test -m ""`` runs all.
 """
 
 from __future__ import annotations
@@ -14,58 +13,62 @@ import pytest
 
 # Of the families of `tests.conftest`, one for each thing that code depends on; what only a declaration has is seen
 # in `tests/equivalence`, where declared and derived families are compared and every stream is held against its model.
-KINDS = (
+REPRESENTATIVE_FAMILIES = (
     "llama", "llama-tied", "gemma3", "phi3", "gpt2", "opt", "lfm2", "olmo2", "cohere2", "gemma4", "falcon-h1",
     "qwen3.5", "gemma3-multimodal", "qwen3-moe", "deepseek-v3", "lfm2-moe", "granitemoe", "gemma4-moe", "gpt-oss",
     "llama4", "qwen3-next",
 )  # fmt: skip
 
 
-def further(*values: Any) -> Any:
+def thorough_case(*values: Any) -> Any:
     """Return a case of ``pytest.mark.parametrize`` that only the whole suite runs."""
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def one_of_each(families: Iterable[str], *more: str) -> list[Any]:
-    """Return families, of which only the whole suite runs those that are neither of `KINDS` nor ``more``."""
-    found = list(families)
-    return usual(found, *(name for name in KINDS if name in found), *more)
+def representative_families(families: Iterable[str], *more: str) -> list[Any]:
+    """Return all families; those neither in `REPRESENTATIVE_FAMILIES` nor in ``more`` are marked thorough."""
+    names = list(families)
+    representative = (name for name in REPRESENTATIVE_FAMILIES if name in names)
+    return mark_others_thorough(names, *representative, *more)
 
 
-def usual(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """Return the cases, of which only the whole suite runs those that are not ``kept``."""
-    found = list(cases)
-    assert all(case in found for case in kept)
+def mark_others_thorough(cases: Iterable[Any], *default: Any) -> list[Any]:
+    """Return all cases; those that are not in ``default`` are marked thorough: only the whole suite runs them."""
+    cases = list(cases)
+    assert all(case in cases for case in default)
     return [
-        case if case in kept else further(*case if isinstance(case, tuple) else (case,))
-        for case in found
+        case if case in default else thorough_case(*case if isinstance(case, tuple) else (case,))
+        for case in cases
     ]
 
 
-def each_value(*axes: tuple[str, Iterable[Any]], ids: Any = None) -> pytest.MarkDecorator:
-    """Parametrize with values that fail by themselves: each is in one case, beside the others' in turn.
-
-    All their combinations are in the whole suite.
+def parametrize_each_value(
+    *axes: tuple[str, Iterable[Any]], ids: Any = None
+) -> pytest.MarkDecorator:
+    """Parametrize so that each value of each axis is in a default case; the other combinations are thorough.
 
     Args:
-        axes: names, several with commas, and their values, as ``pytest.mark.parametrize`` takes them.
+        axes: argument names, several with commas, and their values, as ``pytest.mark.parametrize`` takes them.
         ids: of the values, as it takes them.
     """
     names = [name.strip() for name, _ in axes for name in name.split(",")]
-    values = [[_as_case(value, "," in name) for value in found] for name, found in axes]
-    kept = {
-        tuple((at + at // len(found) * (len(found) < longest)) % len(found) for found in values)
+    values = [[_as_case(value, "," in name) for value in column] for name, column in axes]
+    default = {
+        tuple(
+            (index + index // len(column) * (len(column) < longest)) % len(column)
+            for column in values
+        )
         for longest in (max(map(len, values)),)
-        for at in range(longest)
+        for index in range(longest)
     }
     cases = [
         pytest.param(
             *(value for case in chosen for value in case.values),
             marks=[mark for case in chosen for mark in case.marks]
-            + [pytest.mark.thorough] * (places not in kept),
+            + [pytest.mark.thorough] * (indices not in default),
         )
-        for places in product(*(range(len(found)) for found in values))
-        for chosen in ([found[place] for found, place in zip(values, places, strict=True)],)
+        for indices in product(*(range(len(column)) for column in values))
+        for chosen in ([column[index] for column, index in zip(values, indices, strict=True)],)
     ]
     return pytest.mark.parametrize(names, cases, ids=ids)
 

@@ -32,8 +32,8 @@ from quantforge_kernels.cpu import instruction_sets
 from tests.choices import plain_text
 from tests.conftest import Tiny
 from tests.plain_loop import StopLimits
-from tests.runs import command, copied
-from tests.thorough import each_value
+from tests.runs import copy_model, run_command
+from tests.thorough import parametrize_each_value
 
 DEMO = Path(__file__).parents[2] / "models/demo"
 TEMPLATE = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
@@ -41,7 +41,7 @@ TEMPLATE = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 
 
 def templated(model: Path, to: Path, template: str = TEMPLATE) -> Path:
-    copied(model, to)
+    copy_model(model, to)
     (to / "chat_template.jinja").write_text(template)
     return to
 
@@ -117,7 +117,7 @@ def test_a_gguf_file_and_other_formats_answer_like_their_numbers(tmp_path: Path)
 @pytest.mark.tokens
 def test_tokens_that_end_an_answer(tiny: Tiny, tmp_path: Path) -> None:
     """Those of generation_config.json, those of the configuration where it says none, and of the tokenizer."""
-    model = copied(tiny("llama"), tmp_path / "model")
+    model = copy_model(tiny("llama"), tmp_path / "model")
     loaded = load(model)
     first = quantforge.generate(loaded, "one", max_tokens=8)
     ending = first.tokens[2]
@@ -145,17 +145,17 @@ def test_sampling_is_seeded_and_greedy_without() -> None:
 
 @pytest.mark.tokens
 def test_the_command_streams_text_and_says_its_speed(capsys, tmp_path: Path) -> None:
-    result = command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8")
+    result = run_command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8")
     assert result.code == 0
     assert result.out == quantforge.generate(DEMO, "Explain json.", max_tokens=8).text + "\n"
     assert "tokens/s" in result.err
     assert "cut by --max-tokens" in " ".join(result.err.split())
     assert result.err.startswith(f"loading {DEMO}\n")
-    quiet = command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8", "-q")
+    quiet = run_command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8", "-q")
     assert (quiet.out, quiet.err) == (result.out, "")
-    bare = copied(DEMO, tmp_path / "bare")
+    bare = copy_model(DEMO, tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
-    base = command(capsys, "generate", bare, "one", "--max-tokens", "2")
+    base = run_command(capsys, "generate", bare, "one", "--max-tokens", "2")
     assert "no chat template: it completes the prompt as text" in base.err
 
 
@@ -176,7 +176,7 @@ def test_a_model_is_said_to_load_before_torch_is_there() -> None:
 def test_standard_input_is_the_prompt(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     def piped(data: bytes) -> Any:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        return command(capsys, "generate", DEMO, "--max-tokens", "4", "--json")
+        return run_command(capsys, "generate", DEMO, "--max-tokens", "4", "--json")
 
     found = json.loads(piped(b"Explain json.\n").out)
     assert found["schema"] == "quantforge.generate/2"
@@ -200,7 +200,7 @@ def test_standard_input_is_the_prompt(capsys, monkeypatch: pytest.MonkeyPatch) -
             return len(buffer)
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
-    endless = command(capsys, "generate", DEMO, "--json")
+    endless = run_command(capsys, "generate", DEMO, "--json")
     assert endless.code == 3
     assert "more than 4194304 bytes" in endless.err
 
@@ -220,29 +220,29 @@ def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
         "--compare",
         worse,
     )
-    result = command(capsys, *asked)
+    result = run_command(capsys, *asked)
     heads = [line for line in result.out.splitlines() if line.startswith("== ")]
     assert heads == [f"== {DEMO}", f"== {DEMO}", f"== {worse}"]
     assert "the same answer as" in result.err
     assert result.err.count("loading ") == 3
     assert "differs from" in result.err
-    answers = json.loads(command(capsys, *asked, "--json").out)["answers"]
+    answers = json.loads(run_command(capsys, *asked, "--json").out)["answers"]
     assert answers[0]["tokens"] == answers[1]["tokens"] != answers[2]["tokens"]
 
 
 def test_a_model_that_cannot_answer_is_refused_before_the_first_answers(
     capsys, tiny: Tiny, tmp_path: Path
 ) -> None:
-    mute = copied(tiny("llama"), tmp_path / "mute")
+    mute = copy_model(tiny("llama"), tmp_path / "mute")
     (mute / "tokenizer.json").unlink()
     asked = ("generate", DEMO, "x", "--max-tokens", "1", "--compare")
     for other, code, word in (("./nosuch", 3, "nosuch"), (mute, 3, "no tokenizer.json")):
-        result = command(capsys, *asked, other)
+        result = run_command(capsys, *asked, other)
         assert (result.code, result.out) == (code, "")
         assert word in result.err
-    plain = copied(DEMO, tmp_path / "plain")
+    plain = copy_model(DEMO, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink(missing_ok=True)
-    result = command(capsys, *asked, plain, "--system", "Be brief.")
+    result = run_command(capsys, *asked, plain, "--system", "Be brief.")
     assert (result.code, result.out) == (2, "")
     assert "plain has no chat template" in result.err
 
@@ -292,20 +292,20 @@ def test_what_has_cut_an_answer_is_told(most: int, word: str) -> None:
 @pytest.mark.tokens
 def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:
     asked = ("generate", DEMO, "import os", "--raw", "--max-tokens", "24")
-    plain = command(capsys, *asked, "-q").out
+    plain = run_command(capsys, *asked, "-q").out
     stop = plain[20:24]
-    ended = command(capsys, *asked, "--stop", "never there", "--stop", stop)
+    ended = run_command(capsys, *asked, "--stop", "never there", "--stop", stop)
     assert ended.out == plain[: plain.index(stop)] + "\n"
     assert "ended by --stop" in ended.err
-    with_it = command(capsys, *asked, "--stop", stop, "--include-stop", "-q")
+    with_it = run_command(capsys, *asked, "--stop", stop, "--include-stop", "-q")
     assert with_it.out == ended.out[:-1] + stop + "\n"
-    several = command(
+    several = run_command(
         capsys, *asked, "-n", "2", "--temperature", "1", "--min-p", "0.1", "--seed", "5"
     )
     first, second = several.out.split("== 2 of 2\n")
     assert "2 answers 48 tokens" in several.err
     one = ("--temperature", "1", "--min-p", "0.1", "--json", "--logprobs", "2")
-    (found,) = json.loads(command(capsys, *asked, *one, "--seed", "6").out)["answers"]
+    (found,) = json.loads(run_command(capsys, *asked, *one, "--seed", "6").out)["answers"]
     assert found["text"] + "\n" == second != first
     (choice,) = found["choices"]
     assert choice["text"] == found["text"]
@@ -319,7 +319,9 @@ PROMPT = "The river"  # after which the cache changes the text, and every token 
 @pytest.mark.tokens
 def test_a_cache_of_fewer_bits_is_taken_by_every_way_to_answer(capsys) -> None:
     told = [
-        json.loads(command(capsys, "generate", str(DEMO), PROMPT, "--raw", "--max-tokens", "60", "--json", *more).out)
+        json.loads(
+            run_command(capsys, "generate", str(DEMO), PROMPT, "--raw", "--max-tokens", "60", "--json", *more).out
+        )
         for more in ((), ("--cache", "k=int8,v=int4"), ("--cache", "k=int8,v=int4", "--draft", "ngram"))
     ]  # fmt: skip
     plain, cached, guessed = (found["answers"][0]["tokens"] for found in told)
@@ -342,7 +344,7 @@ def test_bias_penalties_and_beams(capsys) -> None:
     asked = ("generate", DEMO, "import os", "--raw", "--max-tokens", "12", "--json")
 
     def tokens(*more: str) -> list[int]:
-        (answer,) = json.loads(command(capsys, *asked, *more).out)["answers"]
+        (answer,) = json.loads(run_command(capsys, *asked, *more).out)["answers"]
         return answer["tokens"]
 
     plain = tokens()
@@ -351,7 +353,7 @@ def test_bias_penalties_and_beams(capsys) -> None:
     often = tokens("--frequency-penalty", "2", "--presence-penalty", "2")
     assert len(set(often)) > len(set(plain))
     beams = ("--beams", "3", "-n", "2", "--length-penalty", "0.5", "--early-stopping", "true")
-    (answer,) = json.loads(command(capsys, *asked, *beams).out)["answers"]
+    (answer,) = json.loads(run_command(capsys, *asked, *beams).out)["answers"]
     assert [one["score"] for one in answer["choices"]] == sorted(
         (one["score"] for one in answer["choices"]), reverse=True
     )
@@ -389,23 +391,23 @@ MEANINGLESS: list[tuple[tuple[str, ...], int, str]] = [
 
 def test_values_that_mean_nothing_are_refused(capsys) -> None:
     for arguments, code, said in MEANINGLESS:
-        result = command(capsys, "generate", DEMO, "x", "--max-tokens", "1", *arguments)
+        result = run_command(capsys, "generate", DEMO, "x", "--max-tokens", "1", *arguments)
         assert result.code == code, arguments
         assert said in result.err, arguments
 
 
 def test_models_and_prompts_that_do_not_fit_are_refused(capsys, tiny: Tiny, tmp_path: Path) -> None:
-    mute = copied(tiny("llama"), tmp_path / "mute")
+    mute = copy_model(tiny("llama"), tmp_path / "mute")
     (mute / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in command(capsys, "generate", mute, "x").err
-    long = command(capsys, "generate", tiny("llama"), "word " * 200)
+    assert "no tokenizer.json" in run_command(capsys, "generate", mute, "x").err
+    long = run_command(capsys, "generate", tiny("llama"), "word " * 200)
     assert long.code == 3
     assert "sees 128" in long.err
     hostile = templated(DEMO, tmp_path / "hostile", "{{ ''.__class__.__mro__ }}")
-    refused = command(capsys, "generate", hostile, "x")
+    refused = run_command(capsys, "generate", hostile, "x")
     assert refused.code == 3
     assert "--raw" in refused.err
-    assert command(capsys, "generate", hostile, "x", "--raw", "--max-tokens", "1").code == 0
+    assert run_command(capsys, "generate", hostile, "x", "--raw", "--max-tokens", "1").code == 0
     room = quantforge.generate(tiny("llama"), "word " * 20, max_tokens=10_000)
     assert room.prompt_tokens + len(room.tokens) <= 128
 
@@ -530,7 +532,9 @@ def test_programs_that_are_compiled_are_told_of_before_the_text(
 
 
 def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
-    command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "2")  # programs are compiled
+    run_command(
+        capsys, "generate", DEMO, "Explain json.", "--max-tokens", "2"
+    )  # programs are compiled
     with terminal("generate", DEMO, "--max-tokens", "900") as chat:
         first = prompt_tokens(chat, "Explain json.")
         assert prompt_tokens(chat, "Explain os.") >= first + 10  # what was said before is shown too
@@ -551,7 +555,7 @@ def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
         assert chat.ended() == 0
 
 
-@each_value(
+@parametrize_each_value(
     ("verb", ["generate", "serve", "bench"]),
     (
         "draft, said",
@@ -564,7 +568,9 @@ def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
     ),
 )
 def test_a_draft_that_nobody_is_gets_the_names(capsys, verb: str, draft: str, said: str) -> None:
-    result = command(capsys, verb, DEMO, *(["x"] if verb == "generate" else []), "--draft", draft)
+    result = run_command(
+        capsys, verb, DEMO, *(["x"] if verb == "generate" else []), "--draft", draft
+    )
     shown = " ".join(result.err.split())
     assert (result.code, said in shown) == (2, True), shown
     assert "ngram, lookahead, int2, int3, int4, mtp, a model, or a directory of heads" in shown
@@ -585,7 +591,7 @@ def test_what_headers_and_options_refuse_comes_before_a_word_of_loading(
         (("--temperature", "-1"), "--temperature"),
         (("--beams", "99"), "--beams"),
     ):
-        result = command(capsys, "generate", DEMO, "x", *words)
+        result = run_command(capsys, "generate", DEMO, "x", *words)
         assert result.code in {2, 3}
         assert said in result.err
         assert "loading" not in result.err

@@ -136,8 +136,8 @@ def test_the_location_of_the_calibration_text_changes_no_byte(workdir, capsys):
     for folder in ("x", "y"):
         (workdir / folder).mkdir()
         shutil.copy(workdir / "texts" / "talks.txt", workdir / folder / "talks.txt")
-        run_command(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", f"{folder}/m", "--calibration",
-            f"{folder}/talks.txt")  # fmt: skip
+        run_command(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", f"{folder}/m",
+            "--calibration", f"{folder}/talks.txt")  # fmt: skip
     assert tree(workdir / "x" / "m") == tree(workdir / "y" / "m")
 
 
