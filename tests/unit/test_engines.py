@@ -32,16 +32,16 @@ def planned_tensor(name: str, text: str, shape=(256, 512)) -> TensorPlan:
     [(name, bits) for name, target in TARGETS.items() for bits in target.default_options],
 )
 def test_engine_defaults_load_in_their_engine(engine, bits):
-    given = with_engine_defaults(engine, {"engine": engine, "bits": bits})
-    assert "bits" not in given
-    if given["format"] not in MODULE_FORMATS:
-        assert given["type"].startswith(f"Q{bits}_")
+    options = with_engine_defaults(engine, {"engine": engine, "bits": bits})
+    assert "bits" not in options
+    if options["format"] not in MODULE_FORMATS:
+        assert options["type"].startswith(f"Q{bits}_")
         return
-    tensor = planned_tensor("mlp.up_proj", given["scheme"])
+    tensor = planned_tensor("mlp.up_proj", options["scheme"])
     verdicts = layer_verdicts(
-        load_format(given["format"]).INFO.engines, [(tensor.scheme, tensor.matrix)]
+        load_format(options["format"]).INFO.engines, [(tensor.scheme, tensor.matrix)]
     )
-    notes = check_engine(engine, ALONE, [tensor], verdicts, given["format"])
+    notes = check_engine(engine, ALONE, [tensor], verdicts, options["format"])
     assert notes[-1].startswith("serve it with: ")
     assert "OUT" in notes[-1]
 

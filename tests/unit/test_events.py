@@ -34,9 +34,9 @@ def test_the_event_policy_counts_by_kind(events, strict, allow):
 
 
 def test_a_misspelt_event_kind_gets_a_suggestion():
-    with pytest.raises(UsageError) as bad:
+    with pytest.raises(UsageError) as caught:
         Policy(allow={"damping-risen": 1})
-    assert "'damping-raised'" in bad.value.hint
+    assert "'damping-raised'" in caught.value.hint
     with pytest.raises(ValueError, match="unknown event"):
         Event("new", "", "")
 

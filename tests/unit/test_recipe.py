@@ -110,10 +110,10 @@ def test_every_recipe_key_is_written():
     ],
 )  # fmt: skip
 def test_recipe_mistakes_name_the_key_and_a_fix(text, message, hint):
-    with pytest.raises(InputError) as bad:
+    with pytest.raises(InputError) as caught:
         from_toml(text, "mine.toml")
-    assert message in bad.value.message
-    assert hint in bad.value.hint
+    assert message in caught.value.message
+    assert hint in caught.value.hint
 
 
 def test_an_integer_is_accepted_for_a_float():

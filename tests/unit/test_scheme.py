@@ -80,11 +80,11 @@ def test_scheme_aliases_parse_to_their_schemes(alias, scheme):
 
 
 @pytest.mark.parametrize(
-    ("short", "whole"),
+    ("short", "full"),
     [("int4", "int4:g128:sym"), ("int3:g64", "int3:g64:sym"), ("int8:channel", "int8:row:sym")],
 )
-def test_omitted_scheme_parts_take_defaults(short, whole):
-    assert parse(short) == parse(whole)
+def test_omitted_scheme_parts_take_defaults(short, full):
+    assert parse(short) == parse(full)
 
 
 def test_an_open_scale_type_is_filled_in_once():
@@ -123,6 +123,6 @@ def test_any_text_is_a_scheme_or_an_error_with_a_hint(text):
     ],
 )
 def test_scheme_typos_get_a_suggestion(text, word):
-    with pytest.raises(InputError) as bad:
+    with pytest.raises(InputError) as caught:
         parse(text)
-    assert word in bad.value.hint
+    assert word in caught.value.hint

@@ -109,8 +109,11 @@ def test_declared_linears_and_shapes_match_transformers(headers: Any, family: st
         if not name.startswith(VISION_PREFIX)
     }
     assert linear_names(model_layout) == result
-    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    values = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]
+    persistent_buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    values = [
+        *model.named_parameters(),
+        *((name, model.get_buffer(name)) for name in persistent_buffers),
+    ]
     shapes = {
         name: tuple(value.shape) for name, value in values if not name.startswith(VISION_PREFIX)
     }
@@ -441,7 +444,7 @@ def test_an_unknown_family_is_matched_by_names(headers: Any) -> None:
 
 
 def test_matching_by_names_selects_only_decoder_linears() -> None:
-    kept = {
+    other_shapes = {
         "model.embed_tokens.weight": (32, 8),
         "lm_head.weight": (32, 8),
         "model.layers.0.norm.weight": (8,),
@@ -451,11 +454,15 @@ def test_matching_by_names_selects_only_decoder_linears() -> None:
         "model.layers.0.rel_embed.weight": (8, 8),
         "vision_tower.layers.0.fc1.weight": (8, 8),
     }
-    taken = {"model.layers.0.attn.out.weight": (8, 8), "h.11.mlp.w1.weight": (8, 8)}
-    stored = [StoredTensor(name, "F16", shape) for name, shape in (kept | taken).items()]
+    linear_shapes = {"model.layers.0.attn.out.weight": (8, 8), "h.11.mlp.w1.weight": (8, 8)}
+    stored = [
+        StoredTensor(name, "F16", shape) for name, shape in (other_shapes | linear_shapes).items()
+    ]
     model_layout = match_tensors({"model_type": "new"}, stored)
-    assert linear_names(model_layout) == set(taken)
-    assert {tensor.header.name for tensor in model_layout.tensors} == set(kept | taken)
+    assert linear_names(model_layout) == set(linear_shapes)
+    assert {tensor.header.name for tensor in model_layout.tensors} == set(
+        other_shapes | linear_shapes
+    )
     roles = {tensor.name: tensor.role for tensor in model_layout.tensors}
     assert roles["lm_head.weight"] is Role.HEAD
     assert roles["model.embed_tokens.weight"] is Role.EMBEDDING

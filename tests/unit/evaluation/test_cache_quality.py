@@ -104,14 +104,14 @@ def test_cache_divergence_equals_token_by_token_decoding(source, trial, rows):
                 cache.advance_all(1)
         return torch.stack(result).log_softmax(-1).double()
 
-    whole = logits("16bit")
+    reference_logits = logits("16bit")
     single = compare_caches(
         load(source, dtype=torch.float32),
         type(trial)(KINDS, Windows(trial.windows.ids[:1], None), ()),
     )
     for row in single[1:]:
         other = logits(row["kind"])
-        kl = (whole.exp() * (whole - other)).sum(-1)
+        kl = (reference_logits.exp() * (reference_logits - other)).sum(-1)
         assert row["kl_mean"] == pytest.approx(kl.mean().item(), rel=0.02)
         assert row["kl_se"] is None  # of one window
         assert [item["last"] for item in row["by_position"]] == [64, 127]
@@ -126,10 +126,10 @@ def test_cache_divergence_grows_with_fewer_bits_of_keys_or_values(rows):
     int8, int4, both = (by_kind[kind]["kl_mean"] for kind in KINDS)
     assert 0 < 10 * int8 < both < int4
     for row in rows[1:]:
-        whole = sum(
+        total = sum(
             (item["last"] - item["first"] + 1) * item["kl_mean"] for item in row["by_position"]
         )
-        assert whole / 127 == pytest.approx(row["kl_mean"])
+        assert total / 127 == pytest.approx(row["kl_mean"])
         assert row["kl_se"] > 0
 
 
@@ -205,11 +205,11 @@ def test_cache_comparison_is_refused_for_models_without_our_decoder(tiny, family
 
 
 @pytest.mark.parametrize(
-    "given", ["", "int5", "k=int8", "int8,", [], ["int8", "v=int4"], ["k=int8,v=int3"]]
+    "cache_names", ["", "int5", "k=int8", "int8,", [], ["int8", "v=int4"], ["k=int8,v=int3"]]
 )
-def test_unknown_cache_names_are_refused(given):
-    if given == []:
-        check_measurement_options({"cache": given})
+def test_unknown_cache_names_are_refused(cache_names):
+    if cache_names == []:
+        check_measurement_options({"cache": cache_names})
         return
     with pytest.raises(UsageError, match="--cache"):
-        check_measurement_options({"cache": given})
+        check_measurement_options({"cache": cache_names})

@@ -60,7 +60,7 @@ def test_divergence_equals_full_logits_in_float64(tiny, tmp_path, family):
 
 def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
-    whole = score_reference(model, windows).scores
+    unchunked = score_reference(model, windows).scores
     logits, sizes = OutputHead.logits, []
 
     def noted(*arguments):
@@ -73,7 +73,7 @@ def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
     monkeypatch.setattr(OutputHead, "logits", noted)
     chunked = score_reference(model, windows)
     assert max(sizes[1:]) == (5, 40)  # the first checks the head
-    torch.testing.assert_close(chunked.scores.nll, whole.nll, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chunked.scores.nll, unchunked.nll, rtol=1e-5, atol=1e-5)
     again = score(model, windows, chunked)
     assert torch.equal(again.nll, chunked.scores.nll)
     assert not bool(again.divergence.kl.any())
@@ -84,7 +84,7 @@ def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
 def test_mlps_are_computed_in_chunks_of_tokens(tiny, monkeypatch, family):
     model, windows = load(tiny(family)).model, windows_of(tiny(family))
     with torch.inference_mode():
-        whole = [hidden for _, hidden in final_hidden(model, windows.ids)]
+        unchunked = [hidden for _, hidden in final_hidden(model, windows.ids)]
     seen = []
     mlp = model.base_model.layers[1].mlp
     mlp.down_proj.register_forward_hook(lambda _, x, y: seen.append(y.shape[1]))
@@ -93,19 +93,19 @@ def test_mlps_are_computed_in_chunks_of_tokens(tiny, monkeypatch, family):
         cut = [hidden for _, hidden in final_hidden(model, windows.ids)]
     assert max(seen) == 7
     assert sum(seen) == windows.ids.numel()
-    torch.testing.assert_close(torch.cat(cut), torch.cat(whole), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(cut), torch.cat(unchunked), rtol=1e-4, atol=1e-5)
     assert "forward" not in vars(mlp)
 
 
 def test_an_unsplittable_head_is_computed_in_chunks_of_tokens(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
-    whole = score_reference(model, windows)
+    reference = score_reference(model, windows)
     monkeypatch.setattr(OutputHead, "_weight_rows", lambda *_: None)
     monkeypatch.setattr(output_head, "MIN_CHUNK_TOKENS", 5)
     monkeypatch.setitem(output_head.MAX_CHUNK_LOGITS, "cpu", 1)
     assert list(OutputHead(model).token_slices(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
-    result = score(model, windows, whole)  # of which the reference's can
-    torch.testing.assert_close(result.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
+    result = score(model, windows, reference)  # of which the reference's can
+    torch.testing.assert_close(result.nll, reference.scores.nll, rtol=1e-5, atol=1e-5)
     assert float(result.divergence.kl.abs().max()) < 1e-6
 
 
@@ -119,15 +119,15 @@ def test_vocabulary_is_split_only_if_both_heads_allow_it(tiny, monkeypatch, whos
         output_head.MAX_CHUNK_LOGITS, "cpu", 200
     )  # parts of a few words for a head that can
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
-    whole = score_reference(model, windows)
+    reference = score_reference(model, windows)
     assert OutputHead(model).splits_vocabulary
     assert not Uncut(model).splits_vocabulary
     if whose == "the model's":
         monkeypatch.setattr(output_head, "OutputHead", Uncut)
     else:
-        whole.head = Uncut(model)
-    result = score(model, windows, whole)
-    torch.testing.assert_close(result.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
+        reference.head = Uncut(model)
+    result = score(model, windows, reference)
+    torch.testing.assert_close(result.nll, reference.scores.nll, rtol=1e-5, atol=1e-5)
     assert float(result.divergence.kl.abs().max()) < 1e-6
 
 

@@ -202,10 +202,10 @@ def test_a_head_with_unknown_operations_is_refused(tiny, monkeypatch):
     model.config.final_logit_softcapping = 3.0  # seen by the model and by our head
     capped = score_reference(model, windows)
     assert capped.scores.nll.max() < 3 + 3 + math.log(320)
-    whole = model.forward
+    original_forward = model.forward
 
     def doubled(*args, **kwargs):
-        output = whole(*args, **kwargs)
+        output = original_forward(*args, **kwargs)
         output.logits = 2 * output.logits
         return output
 
@@ -373,10 +373,10 @@ def test_a_tokenizer_that_fails_on_the_text_is_bad_input(tiny, tmp_path):
 
 
 def test_only_finite_task_metrics_are_kept():
-    given = {
+    metrics = {
         "alias": "x",
         "acc,none": 0.5,
         "acc_stderr,none": math.nan,
         "perplexity,none": math.inf,
     }
-    assert tasks._metric_values(given) == {"acc": 0.5}
+    assert tasks._metric_values(metrics) == {"acc": 0.5}

@@ -49,16 +49,16 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
             ids = torch.tensor([tokenizer.encode(text)])
             wholes = []
             for current_model in (reference, model):
-                whole = ids
+                sequence = ids
                 for _ in range(12):
-                    token = current_model(whole).logits[:, -1].argmax(-1)
-                    whole = torch.cat([whole, token[:, None]], 1)
+                    token = current_model(sequence).logits[:, -1].argmax(-1)
+                    sequence = torch.cat([sequence, token[:, None]], 1)
                     if token == 1:  # the end of a text
                         break
-                wholes.append(whole)
-            whole = wholes[0]
+                wholes.append(sequence)
+            sequence = wholes[0]
             ours, theirs = (
-                current_model(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+                current_model(sequence).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
                 for current_model in (model, reference)
             )
             means.append((theirs.exp() * (theirs - ours)).sum(-1).mean().item())
@@ -144,14 +144,14 @@ def test_block_errors_exclude_errors_of_earlier_blocks(models):
     source, _ = models
     window = windows_of(source).ids[0]
     reference, other = load(source).model, load(source).model
-    kept = block_states(reference, window)
-    assert block_errors(other, kept) == [0, 0, 0]
+    reference_states = block_states(reference, window)
+    assert block_errors(other, reference_states) == [0, 0, 0]
     other.model.layers[1].mlp.down_proj.weight.mul_(1.5)
-    errors = block_errors(other, kept)
+    errors = block_errors(other, reference_states)
     assert errors[0] == errors[2] == 0  # the third block reads what the reference's second returned
     with torch.inference_mode():
         states = reference(window[None], output_hidden_states=True).hidden_states
-        assert torch.equal(kept.inputs[1], states[1])
+        assert torch.equal(reference_states.inputs[1], states[1])
         changed = other(window[None], output_hidden_states=True).hidden_states[2]
         added = states[2] - states[1]
         assert errors[1] == pytest.approx(
@@ -165,19 +165,19 @@ def test_a_block_error_relative_to_zero_is_none(models):
     for layer in (reference.model.layers[1], other.model.layers[1]):
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight.zero_()
-    kept = block_states(reference, windows_of(source).ids[0])
-    assert torch.equal(kept.inputs[1], kept.outputs[1])
-    assert block_errors(other, kept) == [0, 0, 0]
+    reference_states = block_states(reference, windows_of(source).ids[0])
+    assert torch.equal(reference_states.inputs[1], reference_states.outputs[1])
+    assert block_errors(other, reference_states) == [0, 0, 0]
     other.model.layers[1].mlp.down_proj.weight.add_(0.1)
-    assert block_errors(other, kept) == [0, None, 0]
+    assert block_errors(other, reference_states) == [0, None, 0]
 
 
 def test_block_errors_need_the_same_number_of_blocks(models, tiny):
     window = windows_of(models[0]).ids[0]
-    kept = block_states(load(models[0]).model, window)
+    reference_states = block_states(load(models[0]).model, window)
     shorter = load(models[0]).model
     shorter.model.layers = shorter.model.layers[:2]
-    assert block_errors(shorter, kept) is None
+    assert block_errors(shorter, reference_states) is None
     assert block_errors(
         load(tiny("gpt2")).model, block_states(load(tiny("gpt2")).model, window)
     ) == [0, 0, 0]

@@ -75,8 +75,8 @@ def test_generated_tokens_are_scored_as_greedy(task_models):
     answers, seen = task_models(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
         generated = answers.generate(context, GenerationArguments(new_tokens=1))
-        whole = answers._tokenizer.encode(context + generated)
-        if len(whole) == len(answers._tokenizer.encode(context)) + 1:  # it is one token again
+        token_ids = answers._tokenizer.encode(context + generated)
+        if len(token_ids) == len(answers._tokenizer.encode(context)) + 1:  # it is one token again
             assert answers.score_continuations([(context, generated)])[0][1]
             seen += 1
     assert seen
@@ -98,10 +98,10 @@ def test_long_contexts_are_truncated_at_the_start(task_models):
     scored = answers.encode_pair(
         "the weights of the model are rounded to the nearest", " point of the grid"
     )
-    whole = answers._tokenizer.encode(
+    token_ids = answers._tokenizer.encode(
         "the weights of the model are rounded to the nearest point of the grid"
     )
-    assert list(scored.ids) == whole[-9:]
+    assert list(scored.ids) == token_ids[-9:]
     long = answers.encode_pair(
         "the", " weights of the model are rounded to the nearest point of the grid"
     )

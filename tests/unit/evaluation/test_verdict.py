@@ -134,16 +134,16 @@ def test_disturbed_speed_measurements_are_not_compared(monkeypatch):
         row("a", 4_000_000, 0.02, 3330.0, processor_share=0.31),
         row("b", 4_000_000, 0.01, 2000.0, processor_share=0.97),
     ]
-    why = "other programs were running, and the threads got 31% of the processor time that they asked for"
+    reason = "other programs were running, and the threads got 31% of the processor time that they asked for"
     assert judge(rows).sentences[-2:] == (
-        "fastest: b (2000 tokens/s, 2.00 times faster than wren)", f"speeds of a are not compared: {why}",
+        "fastest: b (2000 tokens/s, 2.00 times faster than wren)", f"speeds of a are not compared: {reason}",
     )  # fmt: skip
     rows[0]["processor_share"] = 0.5
     assert judge(rows).sentences[-2] == "fastest: b (2000 tokens/s)"
     rows[2]["processor_share"] = 0.6
     verdict = judge(rows)
     assert [entry.aspect for entry in verdict.winners] == ["size", "quality"]
-    assert verdict.sentences[-1] == f"speeds are not compared: {why}"
+    assert verdict.sentences[-1] == f"speeds are not compared: {reason}"
     assert [format_speed(entry) for entry in rows] == ["~1000", "~3330", "~2000"]
     (tokens,) = [
         entry

@@ -179,9 +179,9 @@ def test_unwritable_output_paths_are_refused_before_the_work(tmp_path: Path) -> 
 
 
 def test_free_bytes_equal_the_free_space_of_the_file_system(tmp_path: Path) -> None:
-    known = shutil.disk_usage(tmp_path).free
+    expected = shutil.disk_usage(tmp_path).free
     for path in (tmp_path, tmp_path / "a/b/c"):
-        assert abs(free_bytes(path) - known) < known / 10
+        assert abs(free_bytes(path) - expected) < expected / 10
     assert free_bytes(Path("/proc/self")) == 0
     for path in (tmp_path, tmp_path / "file"):
         assert f" in {tmp_path} (" in no_space_error(path, 5, "full").hint
@@ -408,8 +408,8 @@ def test_files_are_renamed_in_reverse_order_of_opening(tmp_path: Path) -> None:
 def test_existing_output_files_are_kept_with_the_right_reason(tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
 
-    def refused(overwrite: bool, why: str) -> None:
-        with pytest.raises(RefusedError, match=why), FileStage(out, overwrite):
+    def refused(overwrite: bool, reason: str) -> None:
+        with pytest.raises(RefusedError, match=reason), FileStage(out, overwrite):
             pass
 
     out.mkdir()

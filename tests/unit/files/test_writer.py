@@ -107,7 +107,7 @@ def test_index_and_predicted_size_match_the_files(tmp_path: Path) -> None:
 
 def test_non_contiguous_tensors_are_written_in_row_order(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    given = {
+    tensors = {
         "transposed": base.T,
         "strided": base[::2, 1:],
         "expanded": torch.ones(1).expand(5),
@@ -115,17 +115,17 @@ def test_non_contiguous_tensors_are_written_in_row_order(tmp_path: Path) -> None
         "scalar": torch.tensor(7.0),
         "empty": torch.empty(0, 3),
     }
-    shards = plan_shards([StoredTensor(k, "F32", tuple(v.shape)) for k, v in given.items()], 100)
+    shards = plan_shards([StoredTensor(k, "F32", tuple(v.shape)) for k, v in tensors.items()], 100)
     with WeightsWriter(tmp_path, plan_files(shards)) as writer:
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             writer.write(name, tensor)
     stored = {
         name: read_tensor(entry)
         for file in tmp_path.iterdir()
         for name, entry in read_header(file).items()
     }
-    assert stored.keys() == given.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in given.items())
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
 
 
 def test_strips_of_rows_must_be_written_in_order(tmp_path: Path) -> None:

@@ -107,10 +107,10 @@ def test_merged_weights_follow_the_lora_formula(
         alpha = 2 if "alpha_pattern" in options and "v_proj" in name else 16
         scaling = alpha / (math.sqrt(RANK) if options.get("use_rslora") else RANK)
         expected = base[name].float() + (b @ a) * scaling
-        whole = source.read(name)
-        torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
-        for first, last in ((0, 1), (3, 60), (len(whole) - 1, len(whole)), (64, 64)):
-            assert torch.equal(source.read_rows(name, first, last), whole[first:last])
+        merged = source.read(name)
+        torch.testing.assert_close(merged, expected, rtol=1e-6, atol=1e-6)
+        for first, last in ((0, 1), (3, 60), (len(merged) - 1, len(merged)), (64, 64)):
+            assert torch.equal(source.read_rows(name, first, last), merged[first:last])
         changed += 1
     assert changed == 6
     assert "6 modules of rank 4; SHA-256" in source.source_notes["adapter"]
@@ -200,12 +200,12 @@ def test_a_resized_vocabulary_is_refused_with_working_steps(
     steps = refused.value.hint.partition("first: ")[2].partition("; save the tokenizer")[0]
     names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel}
     exec(steps.replace("'merged'", repr(str(tmp_path / "merged"))), names)
-    kept = min(rows, rows + added)
+    common_rows = min(rows, rows + added)
     embedding = load_tensors(tmp_path / "merged")["model.embed_tokens.weight"]
     assert len(embedding) == rows + added
     if options.get("modules_to_save"):
         torch.testing.assert_close(
-            embedding[:kept], load_tensors(model)["model.embed_tokens.weight"][:kept]
+            embedding[:common_rows], load_tensors(model)["model.embed_tokens.weight"][:common_rows]
         )
 
 
@@ -230,8 +230,8 @@ def test_adapters_from_plan_to_reproduce(
     assert document["source"]["adapter"].startswith("tuned: 5 modules")
     assert str(tmp_path) not in json.dumps(document)
     assert plan.name == f"{model.name}-tuned-gptq-int4-g32"
-    shown = command(capsys, "inspect", out).out
-    assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(shown.split())
+    result = command(capsys, "inspect", out).out
+    assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(result.split())
     merged = open_plain_source(model, adapter_path)
     assert torch.equal(
         load_tensors(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16()
@@ -334,9 +334,9 @@ def test_sweeps_and_releases_merge_the_adapter_into_the_reference(
     other = write_adapter(tmp_path / "other", random_lora_tensors(model, ("q_proj",)))
     settings = Settings(note=notes.append)
 
-    def swept(out: str, over: Mapping[str, Any], **given: Any) -> Any:
+    def swept(out: str, over: Mapping[str, Any], **choices: Any) -> Any:
         measured: Any = {"windows": 2, "length": 32}
-        quick = {"method": "rtn", "scales": "absmax", **given}
+        quick = {"method": "rtn", "scales": "absmax", **choices}
         return api.sweep(model, over, tmp_path / out, None, settings, measured, **quick)
 
     sweep = swept("s", {"bits": [8, 4]}, adapter=str(adapter_path))
@@ -372,11 +372,11 @@ def test_verify_requires_the_adapter_of_the_recipe(
     for result in (out, file, blocks):
         with pytest.raises(IntegrityError, match="made without an adapter"):
             verify(result, model, adapter=adapter_path)
-    for result, given in ((out, adapter_path), (file, tmp_path / "nothing")):
-        ended = command(capsys, "verify", result, "--adapter", given)
-        assert (ended.code, "name the source too" in ended.err) == (2, True)
-    ended = command(capsys, "verify", file, "--source", model, "--adapter", adapter_path)
-    assert (ended.code, "hint: leave --adapter out" in ended.err) == (5, True)
+    for result, adapter_option in ((out, adapter_path), (file, tmp_path / "nothing")):
+        output = command(capsys, "verify", result, "--adapter", adapter_option)
+        assert (output.code, "name the source too" in output.err) == (2, True)
+    output = command(capsys, "verify", file, "--source", model, "--adapter", adapter_path)
+    assert (output.code, "hint: leave --adapter out" in output.err) == (5, True)
     (out / manifest.NAME).unlink()  # nobody says what it was made with
     assert verify(out, model, adapter=adapter_path, forward=False).tensors
     api.export(out, out=tmp_path / "of-it.gguf", format="gguf")
@@ -616,9 +616,9 @@ def test_adapter_hints_depend_on_the_cause(
 def test_dora_with_a_zero_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     model = write_float32_copy(tiny("llama-wide"), tmp_path / "m")
     tensors = random_lora_tensors(model, ("layers.0.self_attn.q_proj",))
-    kept = load_tensors(model)
-    kept[f"{FIRST}.weight"][5] = 0
-    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    weights = load_tensors(model)
+    weights[f"{FIRST}.weight"][5] = 0
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     tensors[B][5] = 0
     tensors[LENGTHS] = torch.ones(128)
     adapter_path = write_adapter(

@@ -125,8 +125,8 @@ def test_leftover_declarations_are_not_written_to_results(tiny, tmp_path, nested
 def autogptq(config: dict[str, Any]) -> dict[str, Any]:
     """Return the declaration of a GPTQ model as AutoGPTQ wrote it in 2023."""
     declaration = config.pop(KEY)
-    kept = {key: declaration[key] for key in ("bits", "group_size", "desc_act", "sym")}
-    return {**kept, "damp_percent": 0.01, "static_groups": False, "true_sequential": True,
+    settings = {key: declaration[key] for key in ("bits", "group_size", "desc_act", "sym")}
+    return {**settings, "damp_percent": 0.01, "static_groups": False, "true_sequential": True,
             "model_name_or_path": None, "model_file_base_name": "model"}  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
 
 
 @pytest.mark.parametrize(
-    ("key", "facts", "engine", "why"),
+    ("key", "facts", "engine", "reason"),
     [
         ("compressed-tensors", {"transposed": True}, "transformers", "Conv1D"),
         ("compressed-tensors", {"transposed": True}, "vllm", ""),
@@ -111,15 +111,15 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
         ("gptq", {"model_types": ("", "falcon")}, "transformers", "falcon does not load"),
     ],
 )
-def test_engine_verdicts_depend_on_model_facts(key, facts, engine, why):
+def test_engine_verdicts_depend_on_model_facts(key, facts, engine, reason):
     about = load_format(key).INFO
     facts = {"module": "mlp.up_proj", "model_types": ("llama",), **facts}
     layers = {facts.pop("module"): (parse_layer(about.example_schemes[0]), (128, 256))}
     verdict = next(
         v for v in engine_verdicts(about, ModelToLoad(layers, **facts)) if v.engine == engine
     )
-    assert verdict.loads is not bool(why)
-    assert why in verdict.reason
+    assert verdict.loads is not bool(reason)
+    assert reason in verdict.reason
 
 
 def expert_model(*schemes):
@@ -146,13 +146,13 @@ def test_vllm_needs_one_scheme_for_all_experts():
     assert vllm_verdict(
         "compressed-tensors", replace(alike, layers={**alike.layers, **other})
     ).loads
-    for kept, loads in (
+    for unquantized, loads in (
         ("mlp.experts.2.up_proj.weight", False),
         ("mlp.experts.0.up_proj.bias", True),
         ("other.experts.0.up_proj.weight", True),
         ("mlp.gate.weight", True),
     ):
-        assert vllm_verdict("gptq", replace(alike, unquantized=(kept,))).loads is loads
+        assert vllm_verdict("gptq", replace(alike, unquantized=(unquantized,))).loads is loads
 
 
 def test_the_vllm_bnb_plugin_has_no_8_bit_experts():
@@ -180,8 +180,10 @@ def test_quantize_export_and_verify_agree_on_engines(tiny, tmp_path):
 
 @pytest.mark.parametrize("unstacked", [True, False])
 def test_plain_unstacked_experts_load_if_published_unstacked(unstacked: bool) -> None:
-    kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
-    model = ModelToLoad({}, ("llama4_text",), unstacked_experts=unstacked, unquantized=kept)
+    unquantized_names = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
+    model = ModelToLoad(
+        {}, ("llama4_text",), unstacked_experts=unstacked, unquantized=unquantized_names
+    )
     verdicts = {
         item.engine: item.loads for item in engine_verdicts(load_format("plain").INFO, model)
     }

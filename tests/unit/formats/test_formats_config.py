@@ -189,9 +189,9 @@ def test_awq_lists_kept_modules_besides_the_head():
     }  # fmt: skip
     assert written_declaration("awq", ["int4:g32:asym"] * 4) == plain
     assert written_declaration("awq", ["int4:g32:sym"] * 4) == plain | {"zero_point": False}
-    kept = ["lm_head", "model.layers.0.self_attn.o_proj"]
+    unquantized = ["lm_head", "model.layers.0.self_attn.o_proj"]
     assert written_declaration("awq", [None, *["int4:g32:asym"] * 3]) == plain | {
-        "modules_to_not_convert": kept
+        "modules_to_not_convert": unquantized
     }
 
 

@@ -121,11 +121,11 @@ class Attention(nn.Module):
 def test_attached_caches_round_before_the_existing_cache():
     attention, x = Attention(), torch.randn(1, 2, 3, 4)
     handle = attach_cache(attention, RoundedCache(torch.tensor([0.25]), torch.tensor([0.5])))
-    kept = Kept()
-    rounded = attention(x, past_key_values=kept)
+    existing_cache = Kept()
+    rounded = attention(x, past_key_values=existing_cache)
     assert torch.equal(rounded, attention(x))
     assert not torch.equal(rounded, x)
-    assert torch.equal(kept.given[0], rounded)
-    assert kept.given[2] == 3
+    assert torch.equal(existing_cache.given[0], rounded)
+    assert existing_cache.given[2] == 3
     handle.remove()
     assert torch.equal(attention(x), x)

@@ -241,8 +241,8 @@ def test_a_skip_list_without_the_head_is_refused(key, text, skip):
     assert config["quantization_config"][skip] == ["lm_head"]
     head = tensor_headers({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
     assert layout_format.find_layouts(config, tensor_headers(packed) | head)
-    for known in (None, []):  # engines then find the head by themselves
-        config["quantization_config"][skip] = known
+    for skip_list in (None, []):  # engines then find the head by themselves
+        config["quantization_config"][skip] = skip_list
         assert layout_format.find_layouts(config, tensor_headers(packed) | head)
     config["quantization_config"][skip] = ["o_proj"]
     with pytest.raises(InputError, match="lm_head"):

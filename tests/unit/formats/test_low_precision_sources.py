@@ -73,10 +73,10 @@ def write_fp8_model(model: Path, directory: Path, side: int = 128) -> Path:
 
 def check_row_slices(source: Checkpoint, name: str) -> None:
     """Any run of rows is the same part of the whole."""
-    whole = source.read(name)
-    rows = len(whole)
+    weight = source.read(name)
+    rows = len(weight)
     for first, last in ((0, 1), (rows - 1, rows), (rows // 3, rows - rows // 4), (5, 5)):
-        assert torch.equal(source.read_rows(name, first, last), whole[first:last]), name
+        assert torch.equal(source.read_rows(name, first, last), weight[first:last]), name
 
 
 @pytest.mark.parametrize("family", ["llama-wide", "llama", "qwen3"])
@@ -145,14 +145,14 @@ def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: P
 
 def test_unconverted_modules_of_fp8_sources_are_read_unchanged(tiny: Tiny, tmp_path: Path) -> None:
     model = write_fp8_model(tiny("llama-wide"), tmp_path / "m")
-    tensors, kept = load_tensors(model), "model.layers.1.mlp.down_proj.weight"
-    source = load_tensors(tiny("llama-wide"))[kept]
-    tensors[kept] = source
-    del tensors[f"{kept}_scale_inv"]
+    tensors, plain_weight = load_tensors(model), "model.layers.1.mlp.down_proj.weight"
+    source = load_tensors(tiny("llama-wide"))[plain_weight]
+    tensors[plain_weight] = source
+    del tensors[f"{plain_weight}_scale_inv"]
     config = json.loads((model / "config.json").read_text())["quantization_config"]
-    config["modules_to_not_convert"] = [kept.removesuffix(".weight"), "lm_head"]
+    config["modules_to_not_convert"] = [plain_weight.removesuffix(".weight"), "lm_head"]
     mixed = write_model(model, tmp_path / "mixed", tensors, config)
-    assert torch.equal(open_plain_source(mixed).read(kept), source)
+    assert torch.equal(open_plain_source(mixed).read(plain_weight), source)
     assert api.plan(mixed, recipe(scheme="int4:g32:sym")).quantized()
 
 
@@ -249,8 +249,8 @@ def test_mxfp4_experts_are_decoded_like_transformers(tiny: Tiny, tmp_path: Path)
     done = quantize(model, out, recipe("rtn", scheme="int8:g32:sym"))
     assert "source precision: mxfp4" in done.plan.notes
     assert verify(out, model).findings == []
-    kept = recipe("rtn", scheme="int8:g32:sym", ignore=("*experts*",))
-    quantize(model, tmp_path / "kept", kept)
+    keep_experts = recipe("rtn", scheme="int8:g32:sym", ignore=("*experts*",))
+    quantize(model, tmp_path / "kept", keep_experts)
     assert torch.equal(load_tensors(tmp_path / "kept")[names[0]], state_dict[names[0]])
 
 
@@ -417,8 +417,8 @@ def test_compressed_tensors_models_are_valid_sources(
         assert torch.equal(source.read(name).float(), expected.read(name).float())
         check_row_slices(source, name)
     for name, (rows, _) in quantized_weight_readers(open_model(model)).items():
-        whole = {part: open_model(model).read(part) for part in rows.layout.tensor_names}
-        assert torch.equal(source.read(name), format_key.unpack(rows.layout, whole).decode()), name
+        packed = {part: open_model(model).read(part) for part in rows.layout.tensor_names}
+        assert torch.equal(source.read(name), format_key.unpack(rows.layout, packed).decode()), name
     done = quantize(model, tmp_path / "q", recipe(scheme="int8:g32:sym"))
     assert f"source precision: {words}" in done.plan.notes
     assert verify(tmp_path / "q", model).findings == []

@@ -11,7 +11,9 @@ from quantforge.model.statistics import Statistic
 def test_rows_with_zero_weight_skip_products_but_count_tokens(monkeypatch):
     products = []
     original = accumulator.addmm_
-    monkeypatch.setattr(accumulator, "addmm_", lambda *given: products.append(original(*given)))
+    monkeypatch.setattr(
+        accumulator, "addmm_", lambda *arguments: products.append(original(*arguments))
+    )
     rows = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     weights = [torch.full((8,), float(index == 1)) for index in range(4)]
     total, alone = (accumulator.Accumulator({Statistic.HESSIAN}) for _ in range(2))

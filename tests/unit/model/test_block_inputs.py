@@ -91,7 +91,9 @@ def test_replayed_block_inputs_equal_the_model(tmp_path: Path, on_disk: bool) ->
     torch.testing.assert_close(torch.cat(ends), expected)
     assert replay.needs_earlier_outputs
     stored_leaves = [
-        leaf for kept in replay._outputs_by_row.values() for leaf in tree_leaves(tuple(kept))
+        leaf
+        for outputs_of_row in replay._outputs_by_row.values()
+        for leaf in tree_leaves(tuple(outputs_of_row))
     ]
     assert len(stored_leaves) == ROWS * 2
     assert [isinstance(leaf, Tensor) for leaf in stored_leaves] == [not on_disk] * len(

@@ -220,8 +220,8 @@ def test_layer_windows_match_transformers():
     for name in sorted(declared_families().keys() - {"kimi_k2"}):  # which has no class of its own
         for values in ({}, sliding):
             default = AutoConfig.for_model(name).get_text_config(decoder=True)
-            known = {key: value for key, value in values.items() if hasattr(default, key)}
-            text = type(default)(**known)
+            accepted = {key: value for key, value in values.items() if hasattr(default, key)}
+            text = type(default)(**accepted)
             theirs = [
                 getattr(layer, "sliding_window", 0) or 0
                 for layer in DynamicCache(config=text).layers
@@ -276,9 +276,10 @@ def test_step_bytes_grow_with_distinct_experts():
 
 def test_devices_split_kv_heads_but_not_latents():
     heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
-    whole = cache_size(heads, cache_row_bytes("16bit")).token_bytes
+    on_one_device = cache_size(heads, cache_row_bytes("16bit")).token_bytes
     shares = [
-        cache_size(heads, cache_row_bytes("16bit"), n).token_bytes / whole for n in (2, 8, 16)
+        cache_size(heads, cache_row_bytes("16bit"), n).token_bytes / on_one_device
+        for n in (2, 8, 16)
     ]
     assert shares == [1 / 2, 1 / 8, 1 / 8]  # a head at least
     values = MIXTURES["deepseek-v3"][1]

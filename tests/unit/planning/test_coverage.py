@@ -71,8 +71,8 @@ def test_unquantized_experts_are_a_low_coverage_event(tmp_path, capsys):
     assert event.kind == "low-coverage"
     assert "24.9% of the weights inside blocks are quantized" in event.detail
     assert "model.layers.*.mlp.experts.gate_up_proj (131,072 bytes)" in event.detail
-    shown = command(capsys, "plan", model, "--scheme", "int4:g32")
-    assert "coverage         24.9%" in shown.out
+    result = command(capsys, "plan", model, "--scheme", "int4:g32")
+    assert "coverage         24.9%" in result.out
     document = json.loads(command(capsys, "plan", model, "--scheme", "int4:g32", "--json").out)
     assert document["quantized_share_in_blocks"] == pytest.approx(0.249, abs=1e-3)
     assert (
@@ -105,9 +105,11 @@ def test_layers_kept_on_request_give_no_event(tmp_path):
 )
 def test_routers_are_kept_whatever_their_name(router, rows, config, tmp_path):
     model = write_model(tmp_path / "m", PER_EXPERT | {f"{router}.weight": (rows, H)}, **config)
-    kept = {tensor.name for tensor in plan_model(model).tensors if tensor.action is Action.KEEP}
-    assert f"model.layers.1.{router}.weight" in kept
-    assert not any("experts.0" in name or "self_attn" in name for name in kept)
+    unquantized = {
+        tensor.name for tensor in plan_model(model).tensors if tensor.action is Action.KEEP
+    }
+    assert f"model.layers.1.{router}.weight" in unquantized
+    assert not any("experts.0" in name or "self_attn" in name for name in unquantized)
 
 
 def test_shared_experts_are_not_mistaken_for_routers():
@@ -139,9 +141,9 @@ def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
     api.quantize(
         str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
     )
-    shown = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
-    assert "25.0% of the weights inside blocks are quantized" in shown.err
-    assert "event low-coverage x1" in shown.err
+    result = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
+    assert "25.0% of the weights inside blocks are quantized" in result.err
+    assert "event low-coverage x1" in result.err
     document = json.loads(
         command(
             capsys, "export", tmp_path / "a", "--format", "awq", "-o", tmp_path / "c", "--json"
@@ -167,12 +169,12 @@ def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "kept", [{"ignore": ("*experts*",)}, {"rules": (Rule("*experts*", "keep"),)}]
+    "choices", [{"ignore": ("*experts*",)}, {"rules": (Rule("*experts*", "keep"),)}]
 )
 @pytest.mark.parametrize("block", [PER_EXPERT, STACKED], ids=["each", "stacked"])
-def test_kept_experts_give_no_event_in_runs_and_exports(block, kept, tmp_path):
+def test_kept_experts_give_no_event_in_runs_and_exports(block, choices, tmp_path):
     model = write_model(tmp_path / "m", block, num_experts=EXPERTS)
-    recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
+    recipe = Recipe(scheme="int4:g32", scales="absmax", **choices)
     assert api.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
     for number, format_key in enumerate(("gptq", "compressed-tensors")):  # the second of the first
         source, out = tmp_path / "ab"[number], tmp_path / "bc"[number]

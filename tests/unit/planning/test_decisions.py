@@ -56,8 +56,8 @@ def test_a_release_reports_decisions(
     assert "all 2: chosen: calibration.samples = 32: --effort low" in result.err
     assert "int3: substitution: " in result.err
     if more:
-        shown = command(capsys, "release", spec, "-o", tmp_path / "out", *more, "--json")
-        first, second = json.loads(shown.out)["variants"]
+        output = command(capsys, "release", spec, "-o", tmp_path / "out", *more, "--json")
+        first, second = json.loads(output.out)["variants"]
         assert first["decisions"] == ["chosen: calibration.samples = 32: --effort low"]
         assert len(second["decisions"]) > 1
     else:

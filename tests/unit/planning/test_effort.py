@@ -183,7 +183,7 @@ def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "kept"),
+    ("choices", "explicit_key"),
     [
         ({"guided_hessians": 4}, "guided_hessians"),
         ({"tune": 2}, "tune"),
@@ -192,13 +192,15 @@ def test_low_effort_calibrates_on_fewer_rows(tiny: Tiny) -> None:
         ({"gptq": GptqOptions(passes=1)}, "gptq.passes"),
     ],
 )
-def test_explicit_settings_override_effort(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
+def test_explicit_settings_override_effort(
+    tiny: Tiny, choices: dict[str, Any], explicit_key: str
+) -> None:
     planned_run = make_planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
     for name, value in choices.items():
         assert getattr(planned_run.recipe, name) == value
     reason = "switched off" if 0 in choices.values() else "named already"
-    assert f"{reason}: {kept}" in effort_note(planned_run)
-    assert kept not in effort_note(planned_run).split(": --effort")[0]
+    assert f"{reason}: {explicit_key}" in effort_note(planned_run)
+    assert explicit_key not in effort_note(planned_run).split(": --effort")[0]
 
 
 @pytest.mark.parametrize(
@@ -339,8 +341,8 @@ def test_the_command_line_accepts_effort(
         "--length",
         "24",
     )
-    shown = command(capsys, *arguments, "--effort", "HIGH")
-    assert "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high" in shown.out
+    result = command(capsys, *arguments, "--effort", "HIGH")
+    assert "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high" in result.out
     wrong = command(capsys, *arguments, "--effort", "hihg")
     assert wrong.code == 2
     assert "did you mean 'high'?" in wrong.err
@@ -359,7 +361,7 @@ def test_joined_processes_refuse_high_effort(
 def test_size_targets_require_medium_effort(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = command(
+    result = command(
         capsys,
         "quantize",
         tiny("llama"),
@@ -370,13 +372,13 @@ def test_size_targets_require_medium_effort(
         "-o",
         tmp_path / "out",
     )
-    assert ended.code == 2
-    assert "--effort high: errors are measured at medium" in ended.err
-    assert "quantize --recipe FILE --effort high" in ended.err
+    assert result.code == 2
+    assert "--effort high: errors are measured at medium" in result.err
+    assert "quantize --recipe FILE --effort high" in result.err
     recipe_path = tmp_path / "own.toml"
     recipe_path.write_text(f'effort = "{LOW}"\n')
     arguments = ("--target", "3.5bpw", "--recipe", recipe_path, "-o", tmp_path / "made.toml")
-    ended = command(capsys, "allocate", tiny("llama"), *arguments)
-    assert ended.code == 2
-    assert "remove `effort` from the recipe" in ended.err
-    assert "quantize --recipe FILE --effort low" in ended.err
+    result = command(capsys, "allocate", tiny("llama"), *arguments)
+    assert result.code == 2
+    assert "remove `effort` from the recipe" in result.err
+    assert "quantize --recipe FILE --effort low" in result.err

@@ -28,15 +28,15 @@ def test_a_large_embedding_is_quantized_if_an_engine_loads_it(tiny: Tiny, tmp_pa
     assert embedding_note(plan).startswith("chosen: --embedding int8:row: ")
     embedding = next(item for item in plan.tensors if "embed_tokens" in item.name)
     assert str(embedding.scheme).startswith("int8:row")
-    kept = api.plan(
+    unquantized_plan = api.plan(
         tiny("llama-wide"), bits=4, format="mlx", scales="absmax", ignore=["embed_tokens"]
     )
-    assert plan.output_bytes < kept.output_bytes
+    assert plan.output_bytes < unquantized_plan.output_bytes
     assert any(verdict.loads for verdict in plan.engines)
     assert plan.substitutions == ()
     wide = api.plan(tiny("llama-wide"), scheme="int4:g64:min", format="mlx", scales="absmax")
     assert "--embedding int8:row takes" in embedding_note(wide)
-    assert wide.output_bytes == kept.output_bytes
+    assert wide.output_bytes == unquantized_plan.output_bytes
     strict = Settings(policy=Policy(strict=True))
     options = {"bits": 4, "format": "mlx", "scales": "absmax", "out": tmp_path / "q"}
     outcome = api.quantize(tiny("llama-wide"), settings=strict, **options)
@@ -122,7 +122,7 @@ def test_embedding_keep_applies_to_gguf() -> None:
 def test_quantize_reports_the_share_of_embedding_and_head(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = command(
+    result = command(
         capsys,
         "quantize",
         tiny("llama-wide"),
@@ -133,5 +133,5 @@ def test_quantize_reports_the_share_of_embedding_and_head(
         "-o",
         tmp_path / "q",
     )
-    assert "embedding and head: " in ended.err
-    assert "% of the bytes" in ended.err
+    assert "embedding and head: " in result.err
+    assert "% of the bytes" in result.err

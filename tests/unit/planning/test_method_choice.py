@@ -65,11 +65,11 @@ def test_undeclared_families_default_to_rtn(tiny: Tiny, tmp_path: Path) -> None:
 def test_the_chosen_method_is_reported_first_and_recorded(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = command(
+    result = command(
         capsys, "quantize", tiny("llama-wide"), "--bits", 4, *ROWS, "-v", "-o", tmp_path / "q"
     )
-    assert ended.code == 0
-    assert ended.err.index("chosen: --method awq+gptq") < ended.err.index("block 0")
+    assert result.code == 0
+    assert result.err.index("chosen: --method awq+gptq") < result.err.index("block 0")
     document = manifest.read_manifest(tmp_path / "q")
     assert document is not None
     assert document["method"] == from_toml(document["recipe"]).method == "awq+gptq"

@@ -92,8 +92,8 @@ def test_planned_bytes_of_a_known_model(llama):
     shapes = 14 * 16  # the shape of each matrix, two int64, in its own tensor
     packed = weights // 2 + weights // 128 * 2 + shapes
     assert sum(tensor.output_bytes for tensor in planned.quantized()) == packed
-    kept = 2 * (2 * 32000 * 4096 + 5 * 4096)
-    header = planned.output_bytes - packed - kept
+    unquantized = 2 * (2 * 32000 * 4096 + 5 * 4096)
+    header = planned.output_bytes - packed - unquantized
     assert 0 < header < 200 * len(planned.tensors) * 3
     assert planned.bits_per_weight == pytest.approx(4.125, abs=1e-4)
 
@@ -145,34 +145,36 @@ def test_ignored_layers_are_kept(llama):
 
 
 @pytest.mark.parametrize(
-    ("columns", "given"),
+    ("columns", "granularity"),
     [(192, "g64"), (96, "g32"), (48, "g16"), (4096 + 8, "row"), (33, "row")],
 )
-def test_a_non_dividing_group_is_replaced_by_a_finer_one(tmp_path, columns, given):
+def test_a_non_dividing_group_is_replaced_by_a_finer_one(tmp_path, columns, granularity):
     config = {**headers.LLAMA, "intermediate_size": columns}
     model = headers.write(tmp_path / "m", config, headers.llama_tensors(config))
     planned = plan(model, bits=4)
-    assert schemes(planned, "down_proj") == {f"int4:{given}:sym:bf16"}
+    assert schemes(planned, "down_proj") == {f"int4:{granularity}:sym:bf16"}
     assert schemes(planned, "up_proj") == {"int4:g128:sym:bf16"}
     assert [event.kind for event in planned.substitutions] == ["substitution"] * 2
-    assert f"int4:g128:sym -> int4:{given}" in planned.substitutions[0].detail
+    assert f"int4:g128:sym -> int4:{granularity}" in planned.substitutions[0].detail
 
 
 @each_value(
     ("format_key", ["gptq", "gptq_v2", "awq"]),
-    ("columns, given", [(192, 64), (96, 32), (48, 16)]),
+    ("columns, group_size", [(192, 64), (96, 32), (48, 16)]),
 )
-def test_single_group_formats_get_the_largest_common_group(tmp_path, format_key, columns, given):
+def test_single_group_formats_get_the_largest_common_group(
+    tmp_path, format_key, columns, group_size
+):
     planned = plan(
         headers.llama(tmp_path / "m", intermediate_size=columns), bits=4, format=format_key
     )
     sizes = {t.scheme.weight.granularity for t in planned.tensors if t.scheme}
-    assert sizes == {PerGroup(given)}
+    assert sizes == {PerGroup(group_size)}
     details = {event.where: event.detail for event in planned.substitutions}
     assert len(details) == 14
     odd, other = (f"model.layers.0.{name}.weight" for name in ("mlp.down_proj", "self_attn.q_proj"))
     assert f"{columns} input columns are no multiple of 128" in details[odd]
-    assert f"-> int4:g{given}" in details[other]
+    assert f"-> int4:g{group_size}" in details[other]
     assert f"{columns} input columns ({odd} and 1 more) are no multiple of 128" in details[other]
 
 
@@ -303,8 +305,8 @@ def test_a_quantized_embedding_loads_only_in_our_runtime(tiny, tmp_path, family,
     assert "lm_head.weight" in names  # on its own from now on
     source = load_file(model / "model.safetensors") if family == "llama-tied" else {}
     if source and head == "keep":
-        kept = load_file(out / "model.safetensors")["lm_head.weight"]
-        assert torch.equal(kept, source["model.embed_tokens.weight"])
+        stored_head = load_file(out / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(stored_head, source["model.embed_tokens.weight"])
     with torch.inference_mode():
         ids = torch.arange(24)[None]
         ours, original = load(out).model(ids).logits, load_in_transformers(model)(ids).logits
@@ -357,17 +359,19 @@ def test_an_undeclared_family_allows_rtn_or_derived_declarations(tiny, tmp_path)
     nobody = copied(source, tmp_path / "nobody")
     unknown_config = {**config, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
     (nobody / "config.json").write_text(json.dumps(unknown_config))
-    with pytest.raises(InputError, match="'novel' is not declared") as bad:
+    with pytest.raises(InputError, match="'novel' is not declared") as caught:
         plan(nobody, method="gptq")
-    assert "unknown to transformers" in bad.value.message
-    assert "rtn" in bad.value.hint
+    assert "unknown to transformers" in caught.value.message
+    assert "rtn" in caught.value.hint
     quantize(source, tmp_path / "out", recipe())
     quantize(tiny("llama-wide"), tmp_path / "known", recipe())
-    ours, known = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "known"))
-    assert ours.keys() == known.keys()
-    with pytest.raises((InputError, RefusedError)) as bad:
+    ours, declared_tensors = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("out", "known")
+    )
+    assert ours.keys() == declared_tensors.keys()
+    with pytest.raises((InputError, RefusedError)) as caught:
         plan(source, lm_head="int8", ignore=("*",))
-    assert bad.value.hint
+    assert caught.value.hint
 
 
 def test_an_undeclared_tied_family_keeps_its_embedding(tmp_path):
@@ -418,10 +422,10 @@ def test_a_multimodal_model_loads_in_transformers(tiny, tmp_path, ignored, head)
     with torch.inference_mode():
         distance = ours(ids).logits.log_softmax(-1) - original(ids).logits.log_softmax(-1)
     assert 0 < distance.abs().max() < (0.2 if head == "keep" else 1.5)
-    kept = ours.state_dict()
+    state_dict = ours.state_dict()
     for name, value in original.state_dict().items():
         if "vision" in name or "projector" in name:
-            assert torch.equal(kept[name], value)
+            assert torch.equal(state_dict[name], value)
 
 
 def test_plans_note_that_transformers_cannot_load_packed_conv1d(tiny):
@@ -437,9 +441,9 @@ def test_unpackable_matrices_are_kept_with_their_fused_group(
     model = models("llama", num_key_value_heads=1, head_dim=4)
     scheme = "int4:g16:asym" if format_key == "awq" else "int4:g16:sym"
     planned = plan(model, scheme=scheme, format=format_key)
-    kept = {tensor.name for tensor in planned.tensors if tensor.action is Action.KEEP}
+    unquantized = {tensor.name for tensor in planned.tensors if tensor.action is Action.KEEP}
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert f"model.layers.0.self_attn.{name}.weight" in kept
+        assert f"model.layers.0.self_attn.{name}.weight" in unquantized
     assert schemes(planned, "mlp.gate_proj") == {f"{scheme}:f16"}
     details = {event.where: event.detail for event in planned.substitutions}
     assert "-> kept" in details["model.layers.0.self_attn.q_proj.weight"]

@@ -116,9 +116,9 @@ def test_a_rule_pattern_with_backtracking_is_refused():
 )
 def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near, as_rule):
     rules = (Rule(pattern, "int8"),) if as_rule else ()
-    with pytest.raises(InputError, match="matches no layer") as bad:
+    with pytest.raises(InputError, match="matches no layer") as caught:
         RecipeRules(Recipe(ignore=() if as_rule else (pattern,), rules=rules), LAYERS)
-    assert near in bad.value.hint
+    assert near in caught.value.hint
 
 
 def test_unquantizable_layers_may_be_ignored_but_not_ruled():
@@ -133,9 +133,9 @@ def test_unquantizable_layers_may_be_ignored_but_not_ruled():
     "pattern", ["re:(a+)+$", "re:(a*)*", "re:(x+){9}", "re:[", "re:(", "re:a{99999999999}"]
 )
 def test_invalid_rule_regexes_are_refused(pattern):
-    with pytest.raises(InputError) as bad:
+    with pytest.raises(InputError) as caught:
         RecipeRules(Recipe(ignore=(pattern,)), LAYERS)
-    assert bad.value.hint
+    assert caught.value.hint
 
 
 def test_rules_accept_aliases_and_refuse_unknown_schemes():

@@ -171,9 +171,9 @@ def test_a_tokenizer_of_a_million_tokens_is_read_within_bounds() -> None:
 
 def test_long_and_deep_jsonl_lines_stay_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    whole = b'{"text": "' + b"word " * 4_000_000 + b'"}\n'
+    long_line = b'{"text": "' + b"word " * 4_000_000 + b'"}\n'
     for line, message in (
-        (whole, "done: 1"),
+        (long_line, "done: 1"),
         (b"[" * 8_000_000, "nested deeper"),
         (b'{"text":[' + b"[]," * 2_000_000, "values, more than"),
         (b"x" * (roles.LINE.max_bytes + 1), "longer than"),
@@ -297,7 +297,7 @@ def test_trailing_bytes_of_an_imatrix_are_refused_before_digesting(
     path = tmp_path / name
     write_imatrix(path, Imatrix({"w": WeightImportance(torch.ones(1, 4), 1)}, "", 1, 1))
     recipe = Recipe(method="rtn", calibration=CalibrationOptions(source=f"imatrix:{name}"))
-    whole = partial(strip_local_paths, recipe, Settings(imatrix=path))
-    assert whole()[0].calibration.sha256 == (f"{manifest.sha256(path, None)}  {name}",)
+    digest = partial(strip_local_paths, recipe, Settings(imatrix=path))
+    assert digest()[0].calibration.sha256 == (f"{manifest.sha256(path, None)}  {name}",)
     os.truncate(path, 8 << 30)
-    assert "bytes after the last" in run_within_bounds(whole)
+    assert "bytes after the last" in run_within_bounds(digest)

@@ -33,7 +33,10 @@ def model(tmp_path: Path) -> Path:
 def refusal(path: Path, inside: Path | None, role: FileRole = SMALL) -> str:
     with pytest.raises(Refused) as caught:
         FILES.read(path, role, inside)
-    for other in (FILES.check, lambda *given: FILES.read_start(given[0], given[1], 1, given[2])):
+    for other in (
+        FILES.check,
+        lambda *arguments: FILES.read_start(arguments[0], arguments[1], 1, arguments[2]),
+    ):
         with pytest.raises(Refused):
             other(path, role, inside)
     return str(caught.value)

@@ -84,7 +84,7 @@ def test_swap_paths_uses_the_system_call(tmp_path: Path, monkeypatch: pytest.Mon
     system.swap_paths(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a/b").exists()
     seen: list[tuple[object, ...]] = []
-    mac = SimpleNamespace(renamex_np=lambda *given: seen.append(given) or 0)
+    mac = SimpleNamespace(renamex_np=lambda *arguments: seen.append(arguments) or 0)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: mac)
     system.swap_paths(tmp_path / "a", tmp_path / "b")
     assert seen == [(bytes(tmp_path / "a"), bytes(tmp_path / "b"), 2)]

@@ -61,12 +61,12 @@ TENSORS = [
 
 def test_tensor_infos_have_reversed_sizes_and_aligned_offsets() -> None:
     expected = b"GGUF" + struct.pack("<IQQ", 3, 5, 0)
-    for name, sizes, kind, offset in (
+    for name, sizes, type_number, offset in (
         (b"t", (3,), 0, 0), (b"e", (64, 3, 2), 8, 32), (b"h", (5, 2, 3), 1, 448), (b"w", (4, 2), 30, 512),
         (b"q", (32, 2, 4), 2, 544),
     ):  # fmt: skip
         rank = len(sizes)
-        expected += struct.pack(f"<Q1sI{rank}QIQ", 1, name, rank, *sizes, kind, offset)
+        expected += struct.pack(f"<Q1sI{rank}QIQ", 1, name, rank, *sizes, type_number, offset)
     assert header_bytes({}, TENSORS) == expected + bytes(-len(expected) % 32)
 
 

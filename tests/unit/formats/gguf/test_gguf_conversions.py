@@ -35,13 +35,13 @@ def quantize_model(model: Path, out: Path, scheme: str, **values: object) -> Pat
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kind"),
+    ("scheme", "gguf_type"),
     [("int4:g32:sym", "Q4_0"), ("int8:g64:sym", "Q8_0"), ("int5:g32:sym", "Q5_0")],
 )
-def test_integers_convert_to_gguf_blocks_and_back_exactly(scheme, kind, models, tmp_path):
+def test_integers_convert_to_gguf_blocks_and_back_exactly(scheme, gguf_type, models, tmp_path):
     source = quantize_model(models("llama-tied"), tmp_path / "a", scheme)
     file = export(source, tmp_path / "b.gguf", None, allow_inexact=True, embedding="keep")
-    assert {entry.type for entry in read_gguf(file).tensors.values()} == {kind, "F32"}
+    assert {entry.type for entry in read_gguf(file).tensors.values()} == {gguf_type, "F32"}
     back = export(file, tmp_path / "c", None, format="compressed-tensors")
     plain = export(file, tmp_path / "d", None, format="plain")
     assert (plain / "tokenizer.json").is_file()
@@ -55,13 +55,15 @@ def test_integers_convert_to_gguf_blocks_and_back_exactly(scheme, kind, models, 
         assert torch.equal(blocks.read(name), again.read(name))
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 4), ("Q5_1", 5), ("Q4_0", 4), ("Q8_0", 8)])
-def test_gguf_integer_blocks_convert_to_mlx_and_back(kind, bits, models, tmp_path):
+@pytest.mark.parametrize(
+    ("gguf_type", "bits"), [("Q4_1", 4), ("Q5_1", 5), ("Q4_0", 4), ("Q8_0", 8)]
+)
+def test_gguf_integer_blocks_convert_to_mlx_and_back(gguf_type, bits, models, tmp_path):
     """The same numbers in the other terms; with a minimum in the same bytes, of which Q4_1 holds any."""
     from quantforge.formats.decoded import decode_checkpoint
 
-    rules = (Rule("embed_tokens", f"q{kind[1:].lower()}"),)  # llama-quantize would take Q6_K
-    file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", kind, rules=rules)
+    rules = (Rule("embed_tokens", f"q{gguf_type[1:].lower()}"),)  # llama-quantize would take Q6_K
+    file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", gguf_type, rules=rules)
     outcome = api.export(str(file), None, tmp_path / "b", format="mlx")
     assert (outcome.verdict, outcome.events) == ("exact", ())
     declaration = json.loads((tmp_path / "b" / "config.json").read_text())["quantization"]
@@ -72,7 +74,7 @@ def test_gguf_integer_blocks_convert_to_mlx_and_back(kind, bits, models, tmp_pat
     )
     assert len(same.computed) == 15
     assert all(torch.equal(numbers.read(name), same.read(name)) for name in same.computed)
-    if kind.endswith("_1"):
+    if gguf_type.endswith("_1"):
         back = open_gguf(export(tmp_path / "b", tmp_path / "c.gguf", None))
         assert all(torch.equal(back.read(n), open_gguf(file).read(n)) for n in back.entries)
 
@@ -95,11 +97,11 @@ def test_an_embedding_is_decoded_for_formats_that_cannot_hold_it(models, tmp_pat
     assert all(torch.equal(numbers.read(name), same.read(name)) for name in same.computed)
     name = "model.embed_tokens.weight"
     assert torch.equal(same.read(name), numbers.read(name).half())
-    for kind in (
+    for gguf_type in (
         "Q4_1",
         "Q4_K_S",
     ):  # minima that are no whole steps, and superblocks: rounded again alone
-        other = export(models("llama-tied", **WIDE), tmp_path / f"{kind}.gguf", kind)
+        other = export(models("llama-tied", **WIDE), tmp_path / f"{gguf_type}.gguf", gguf_type)
         for accepted in (False, True):
             with pytest.raises(RefusedError) as caught:
                 api.export(str(other), None, tmp_path / "c", format="gptq", allow_inexact=accepted)
@@ -153,11 +155,11 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **WIDE)
     name = "model.embed_tokens.weight"
     source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
-    ended = command(capsys, "export", source, "-o", tmp_path / "b.gguf")
-    assert ended.code == 0, ended.err
-    assert "exact but for the embedding" in ended.err
+    result = command(capsys, "export", source, "-o", tmp_path / "b.gguf")
+    assert result.code == 0, result.err
+    assert "exact but for the embedding" in result.err
     message = f"chosen: {name}: F16, 164 kB -> q6_k, 67.2 kB (tied embedding, as llama-quantize); --embedding keep"
-    assert ended.err.index(message) < ended.err.index("exact but for the embedding")
+    assert result.err.index(message) < result.err.index("exact but for the embedding")
     types = {key: entry.type for key, entry in read_gguf(tmp_path / "b.gguf").tensors.items()}
     assert types.pop("token_embd.weight") == "Q6_K"
     assert set(types.values()) == {"Q4_0", "F32"}
@@ -171,9 +173,11 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     with pytest.raises(RefusedError, match="embedding-quantized"):
         export(source, tmp_path / "x.gguf", None, policy=strict)
     assert not (tmp_path / "x.gguf").exists()
-    kept = export(source, tmp_path / "c.gguf", None, embedding="keep", policy=strict)
+    unchanged_file = export(source, tmp_path / "c.gguf", None, embedding="keep", policy=strict)
     eights = export(source, tmp_path / "d.gguf", None, embedding="q8_0")
-    embedding_types = [read_gguf(path).tensors["token_embd.weight"].type for path in (kept, eights)]
+    embedding_types = [
+        read_gguf(path).tensors["token_embd.weight"].type for path in (unchanged_file, eights)
+    ]
     assert embedding_types == ["F16", "Q8_0"]
 
 
@@ -244,20 +248,20 @@ def test_refused_quantized_files_get_a_command_that_works(models, tmp_path, caps
         assert result.code == 0, result.err
         out = Path(typed[typed.index("-o") + 1])
         assert manifest.read_manifest(out)["event_counts"]["requantized"] == 1
-    kept = open_checkpoint(Path("a")).entries["model.embed_tokens.weight"]
-    assert kept.dtype == "F16"  # the type of the model, not that in which it was decoded
+    embedding = open_checkpoint(Path("a")).entries["model.embed_tokens.weight"]
+    assert embedding.dtype == "F16"  # the type of the model, not that in which it was decoded
     files = tokenizer_files(read_gguf(Path("m.gguf")))
     assert all((Path("a") / name).read_bytes() == data for name, data in files.items())
     assert not api.reproduce("a", "m.gguf").differing
     assert not api.verify("a", source="m.gguf").findings
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
-def test_a_byte_level_tokenizer_round_trips_through_gguf(kind, models, tmp_path):
+@pytest.mark.parametrize("pre_tokenizer", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_a_byte_level_tokenizer_round_trips_through_gguf(pre_tokenizer, models, tmp_path):
     from tokenizers import Tokenizer
 
     model = changed(models("llama-tied"), tmp_path / "m", "config.json")
-    tokenizer = gguf_models.byte_level_tokenizer(kind)
+    tokenizer = gguf_models.byte_level_tokenizer(pre_tokenizer)
     tokenizer.save(str(model / "tokenizer.json"))
     files = tokenizer_files(read_gguf(export(model, tmp_path / "x.gguf")))
     loaded = Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -353,7 +357,7 @@ def test_decode_only_gguf_types_are_read(models, tmp_path):
 
     plain = export(models("llama-tied", **WIDE), tmp_path / "x.gguf", "F32")
     source = read_gguf(plain)
-    kind = gguf.GGMLQuantizationType.NVFP4
+    gguf_type = gguf.GGMLQuantizationType.NVFP4
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
     for key, value in source.metadata.items():
@@ -374,29 +378,31 @@ def test_decode_only_gguf_types_are_read(models, tmp_path):
             continue
         blocks = generator.integers(0, 256, (512, 4 * 36), dtype=np.uint8)
         blocks.reshape(512, 4, 36)[:, :, :4] = 0x30  # sane scales
-        writer.add_tensor(name, blocks, raw_dtype=kind)
+        writer.add_tensor(name, blocks, raw_dtype=gguf_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     checkpoint = open_gguf(tmp_path / "y.gguf")
-    expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, gguf_type))
     assert torch.equal(checkpoint.read("model.layers.1.mlp.up_proj.weight"), expected)
     assert torch.equal(
         checkpoint.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9]
     )
     assert "quantization_config" not in checkpoint.config
-    shown = api.inspect(tmp_path / "y.gguf")
-    (tensor,) = (item for item in shown.tensors if item.name == "model.layers.1.mlp.up_proj.weight")
+    inspection = api.inspect(tmp_path / "y.gguf")
+    (tensor,) = (
+        item for item in inspection.tensors if item.name == "model.layers.1.mlp.up_proj.weight"
+    )
     assert (tensor.dtype, tensor.shape, tensor.nbytes) == ("nvfp4", (512, 256), 512 * 4 * 36)
-    assert (shown.quantized_weights, shown.quantized_bytes) == (512 * 256, tensor.nbytes)
-    assert shown.schemes["nvfp4"] == 1
-    assert shown.tensor_bytes < shown.file_bytes
+    assert (inspection.quantized_weights, inspection.quantized_bytes) == (512 * 256, tensor.nbytes)
+    assert inspection.schemes["nvfp4"] == 1
+    assert inspection.tensor_bytes < inspection.file_bytes
 
 
-@pytest.mark.parametrize("kind", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])
-def test_types_that_need_importance_are_refused_without_it(kind, models):
-    recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA)
+@pytest.mark.parametrize("gguf_type", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])
+def test_types_that_need_importance_are_refused_without_it(gguf_type, models):
+    recipe = Recipe(format="gguf", type=gguf_type, calibration=NO_DATA)
     with pytest.raises(RefusedError, match="importance of its columns"):
         api.plan(str(models("llama-tied", **WIDE)), recipe)
 
@@ -448,21 +454,21 @@ def test_quantize_export_and_eval_read_each_others_results(tmp_path, capsys):
     )
     assert command(capsys, "export", a, "--embedding", "keep", "-o", b).code == 0
     common = ("--text", text, "--windows", "2", "--length", "32", "--no-speed", "--json")
-    ended = command(capsys, "eval", model, a, b, *common)
-    assert ended.code == 0, ended.err
-    rows = json.loads(ended.out)["models"]
+    result = command(capsys, "eval", model, a, b, *common)
+    assert result.code == 0, result.err
+    rows = json.loads(result.out)["models"]
     assert [row["format"] for row in rows] == ["plain", "compressed-tensors", "gguf"]
     assert rows[1]["perplexity"] == pytest.approx(rows[2]["perplexity"], rel=1e-6)
     assert rows[1]["kl_mean"] == pytest.approx(rows[2]["kl_mean"], rel=1e-4)
     assert rows[2]["scheme"] == "q4_0"
     assert command(capsys, "export", model, "--format", "gguf", "--type", "Q8_0", "-o", c).code == 0
-    ended = command(capsys, "eval", c, b, *common)  # the tokenizer is that of the file
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["models"][1]["perplexity"] == pytest.approx(
+    result = command(capsys, "eval", c, b, *common)  # the tokenizer is that of the file
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["models"][1]["perplexity"] == pytest.approx(
         rows[2]["perplexity"], rel=1e-6
     )
-    shown = command(capsys, "inspect", c, "--json")
-    assert json.loads(shown.out)["schemes"] == {"q8_0": 15, "F32": 5}
-    assert json.loads(shown.out)["provenance"]["method"] == "rtn"
-    ended = command(capsys, "plan", model, "--format", "gguf", "--type", "Q9_K")
-    assert (ended.code, "--type Q9_K: unknown" in ended.err) == (2, True)
+    output = command(capsys, "inspect", c, "--json")
+    assert json.loads(output.out)["schemes"] == {"q8_0": 15, "F32": 5}
+    assert json.loads(output.out)["provenance"]["method"] == "rtn"
+    result = command(capsys, "plan", model, "--format", "gguf", "--type", "Q9_K")
+    assert (result.code, "--type Q9_K: unknown" in result.err) == (2, True)

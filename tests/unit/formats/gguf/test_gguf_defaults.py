@@ -31,8 +31,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def test_missing_config_keys_take_transformers_defaults(tiny: Tiny, family: str) -> None:
     config = read_config(tiny(family))
     bare = {key: value for key, value in config.items() if key not in KEYS}
-    whole: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
-    completed = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
+    full_config: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
+    completed = bare | {key: full_config[key] for key in KEYS if full_config.get(key) is not None}
     assert completed.keys() > bare.keys()
     expected = translate_parameters(completed)
     for config in (bare, bare | {"rope_parameters": None}):

@@ -261,14 +261,14 @@ def test_the_plan_predicts_the_exact_file_size(models, tmp_path):
 
 def test_large_gguf_files_are_split_and_read_as_one(models, tmp_path):
     model = models("llama-tied")
-    whole = export(model, tmp_path / "w.gguf", "F16")
+    single_file = export(model, tmp_path / "w.gguf", "F16")
     export(model, tmp_path / "x.gguf", "F16", max_shard_bytes=60_000)
     parts = sorted(tmp_path.glob("x-*.gguf"))
     assert len(parts) > 2
     assert parts[0].name == f"x-00001-of-{len(parts):05}.gguf"
     assert not (tmp_path / "x.gguf").exists()
     assert side_path(parts[0]).is_file()
-    single, many = open_gguf(whole), open_gguf(parts[1])
+    single, many = open_gguf(single_file), open_gguf(parts[1])
     assert all(torch.equal(single.read(name), many.read(name)) for name in single.entries)
     with pytest.raises(RefusedError, match="exists"):
         export(model, tmp_path / "x.gguf", "F16")
@@ -304,12 +304,12 @@ def test_planned_peak_memory_grows_with_threads():
 
 
 def test_a_conversion_to_16_bits_reports_nothing_quantized(tmp_path, capsys):
-    ended = command(
+    result = command(
         capsys, "export", DEMO, "--format", "gguf", "--type", "BF16", "-o", tmp_path / "x.gguf"
     )
-    assert ended.code == 0
-    assert "nothing quantized, 16.0" in ended.err
-    assert "nan" not in ended.err
+    assert result.code == 0
+    assert "nothing quantized, 16.0" in result.err
+    assert "nan" not in result.err
     assert (
         "nothing quantized"
         in command(capsys, "plan", DEMO, "--format", "gguf", "--type", "F16").out

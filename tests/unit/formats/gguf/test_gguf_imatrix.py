@@ -45,9 +45,11 @@ TEXT = CalibrationOptions(samples=8, length=32)
 
 def test_importance_statistics_are_on_the_device_of_the_run():
     scheme = parse_layer("int4:g32:asym")
-    known, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
+    with_importance, other = (
+        TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab"
+    )
     planned = SimpleNamespace(
-        plan=SimpleNamespace(rounder="rtn", tensors=(known, other)),
+        plan=SimpleNamespace(rounder="rtn", tensors=(with_importance, other)),
         recipe=Recipe(),
         model_layout=None,
     )
@@ -56,7 +58,7 @@ def test_importance_statistics_are_on_the_device_of_the_run():
         importance={"a": torch.ones(32)},
     )  # fmt: skip
     rounding = MatrixRounder(inputs, SimpleNamespace())
-    assert rounding.importance_statistics(known).squares.is_meta
+    assert rounding.importance_statistics(with_importance).squares.is_meta
     assert rounding.importance_statistics(other).squares is None
 
 
@@ -146,9 +148,9 @@ def test_the_legacy_imatrix_layout_matches_llama_cpp(tmp_path):
 def test_damaged_imatrix_files_are_refused(tmp_path):
     path = tmp_path / "x.dat"
     write_imatrix(path, IMATRIX)
-    whole = path.read_bytes()
-    for data in (b"", whole[:30], struct.pack("<i", 2**31 - 1), struct.pack("<ii", 1, -5), whole[:-1],
-                 whole + b"\0", bytes(4),
+    intact = path.read_bytes()
+    for data in (b"", intact[:30], struct.pack("<i", 2**31 - 1), struct.pack("<ii", 1, -5), intact[:-1],
+                 intact + b"\0", bytes(4),
                  struct.pack("<ii", 1, 1) + b"w" + struct.pack("<ii", 0, 4) + bytes(16)):  # fmt: skip
         path.write_bytes(data)
         with pytest.raises(InputError):
@@ -192,9 +194,9 @@ def test_imatrix_files_give_nearly_the_blocks_of_their_calibration(model, tmp_pa
     )
     assert torch.equal(q, k)
     assert not torch.equal(q, up)
-    known = CalibrationOptions(source="imatrix:x.gguf")
+    from_imatrix = CalibrationOptions(source="imatrix:x.gguf")
     with_file = quantize_and_read(
-        model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known
+        model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=from_imatrix
     )
     calibrated = quantize_and_read(model, tmp_path / "b.gguf", Settings(), calibration=TEXT)
     without = quantize_and_read(
@@ -256,13 +258,17 @@ def test_importance_weighted_errors_do_not_depend_on_strips(
 def test_importance_for_another_model_or_method_is_refused(model, tmp_path):
     path = tmp_path / "x.gguf"
     write_imatrix(path, IMATRIX)
-    known = CalibrationOptions(source="imatrix:x.gguf")
+    from_imatrix = CalibrationOptions(source="imatrix:x.gguf")
     with pytest.raises(InputError, match="columns, the weight 256"):
-        quantize_and_read(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
+        quantize_and_read(
+            model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=from_imatrix
+        )
     path.unlink()
     write_imatrix(path, Imatrix({"other": WeightImportance(torch.ones(1, 4), 1)}, "", 1, 1))
     with pytest.raises(InputError, match="nothing of it concerns"):
-        quantize_and_read(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
+        quantize_and_read(
+            model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=from_imatrix
+        )
     for method, match in (
         ("gptq", "gptq observes more"),
         ("awq+gptq", "awq and gptq observes"),
@@ -270,12 +276,20 @@ def test_importance_for_another_model_or_method_is_refused(model, tmp_path):
     ):
         with pytest.raises(UsageError, match=match) as caught:
             quantize_and_read(
-                model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known, method=method
+                model,
+                tmp_path / "a.gguf",
+                Settings(imatrix=path),
+                calibration=from_imatrix,
+                method=method,
             )
         assert "the calibration text gives the importance too" in caught.value.hint
     with pytest.raises(UsageError, match="importance is for a search"):
         quantize_and_read(
-            model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known, scales="absmax"
+            model,
+            tmp_path / "a.gguf",
+            Settings(imatrix=path),
+            calibration=from_imatrix,
+            scales="absmax",
         )
     assert not (tmp_path / "a.gguf").exists()
 
@@ -283,8 +297,8 @@ def test_importance_for_another_model_or_method_is_refused(model, tmp_path):
 def test_imatrix_with_gptq_is_refused_before_it_is_made(model, tmp_path, capsys):
     path = tmp_path / "new.gguf"
     options = ("--format", "gguf", "--type", "Q4_K_M", "--method", "gptq", "--imatrix", path)
-    ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
-    assert (ended.code, "gptq observes more" in ended.err) == (2, True)
+    result = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
+    assert (result.code, "gptq observes more" in result.err) == (2, True)
     assert not path.exists()
 
 
@@ -296,10 +310,10 @@ def test_imatrix_is_refused_when_nothing_is_rounded(model, tmp_path, capsys, nam
     path = tmp_path / "new.gguf"
     if there:
         write_imatrix(path, IMATRIX)
-    ended = command(
+    result = command(
         capsys, "quantize", model, *options, "--imatrix", path, "-o", tmp_path / name, *ROWS
     )
-    assert (ended.code, "--imatrix: nothing is rounded" in ended.err) == (2, True)
+    assert (result.code, "--imatrix: nothing is rounded" in result.err) == (2, True)
     assert path.exists() == there
     assert not (tmp_path / name).exists()
 
@@ -335,8 +349,8 @@ def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, caps
     assert "no importance for 7 of 21 matrices: blk.2." in event.detail
     assert "and 4 more" in event.detail
 
-    def ended(kind, *options):
-        arguments = ("--type", kind, "--method", "rtn", "--imatrix", path, "-o", out)
+    def ended(gguf_type, *options):
+        arguments = ("--type", gguf_type, "--method", "rtn", "--imatrix", path, "-o", out)
         return command(capsys, "quantize", model, *arguments, *options)
 
     shown = ended("Q4_K_M", "--dry-run")

@@ -59,10 +59,10 @@ def test_a_calibrated_gguf_run_resumes_with_the_same_bytes(name, method, models,
         api.quantize(str(models(name)), Recipe(format="gguf", **values), out, Settings(**settings))
         return out
 
-    whole = run(tmp_path / "a.gguf")
+    uninterrupted = run(tmp_path / "a.gguf")
     with pytest.raises(StopError):
         run(tmp_path / "b.gguf", progress=crash_after("block 0"))
-    assert run(tmp_path / "b.gguf").read_bytes() == whole.read_bytes()
+    assert run(tmp_path / "b.gguf").read_bytes() == uninterrupted.read_bytes()
 
 
 def test_a_full_disk_keeps_the_earlier_gguf_file(models, tmp_path, monkeypatch):

@@ -41,8 +41,8 @@ IDLE = {
 
 def complete_config(name: str, **changes: object) -> dict[str, Any]:
     """Return the configuration of a tiny model, with all keys of transformers' class."""
-    kind, values = MODELS[name]
-    config: dict[str, Any] = {**AutoConfig.for_model(kind, **values).to_dict(), **changes}
+    model_type, values = MODELS[name]
+    config: dict[str, Any] = {**AutoConfig.for_model(model_type, **values).to_dict(), **changes}
     return {key: value for key, value in config.items() if value != ABSENT}
 
 

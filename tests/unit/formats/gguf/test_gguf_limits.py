@@ -76,10 +76,12 @@ def test_the_key_length_limit_is_65535_bytes(path):
     assert "a string of 65536 bytes, 65535 possible" in message
 
 
-@pytest.mark.parametrize(("kind", "width"), [(8, 8), (0, 1), (5, 4), (11, 8)])
-def test_an_array_must_fit_into_the_file(path, kind, width):
+@pytest.mark.parametrize(("element_type", "width"), [(8, 8), (0, 1), (5, 4), (11, 8)])
+def test_an_array_must_fit_into_the_file(path, element_type, width):
     def data(count: int) -> bytes:
-        return header(0, 1) + key("a", 9, struct.pack("<iQ", kind, count)) + bytes(width * 3)
+        return (
+            header(0, 1) + key("a", 9, struct.pack("<iQ", element_type, count)) + bytes(width * 3)
+        )
 
     assert len(read(path, data(3)).value("a", list)) == 3
     assert f"an array of 4 values in {3 * width} bytes" in error_message(path, data(4))
@@ -171,9 +173,9 @@ def test_metadata_values_are_checked_against_the_requested_type(path):
     )
     assert type(gguf_file.value("n", float)) is float
     assert gguf_file.value("m", str, "otherwise") == "otherwise"
-    for name, kind in (("f", int), ("b", int), ("b", float), ("n", str)):
-        with pytest.raises(InputError, match=f"expected {kind.__name__}"):
-            gguf_file.value(name, kind)
+    for name, python_type in (("f", int), ("b", int), ("b", float), ("n", str)):
+        with pytest.raises(InputError, match=f"expected {python_type.__name__}"):
+            gguf_file.value(name, python_type)
 
 
 def test_raw_entries_are_bytes_for_block_types(path):

@@ -32,7 +32,7 @@ def tensors(
 
 def type_digits(chosen: dict[str, str], layer: str) -> str:
     """Types of one layer over all blocks: 4 for Q4_K, ... and 0 for Q8_0."""
-    types = {name: kind for name, kind in chosen.items() if f".{layer}." in name}
+    types = {name: gguf_type for name, gguf_type in chosen.items() if f".{layer}." in name}
     return "".join(types[name].replace("Q8_0", "0")[1 if types[name] != "Q8_0" else 0]
                    for name in sorted(types, key=file_order))  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_k_quant_mixtures_assign_the_types_of_llama_cpp(mixture, shape):
     assert type_digits(chosen, "attn_output") == attention
     assert chosen["output.weight"] == output
     for layer in ("attn_q", "attn_k", "ffn_gate", "ffn_up"):
-        assert {kind for name, kind in chosen.items() if layer in name} == {base}
+        assert {gguf_type for name, gguf_type in chosen.items() if layer in name} == {base}
     assert chosen["token_embd.weight"] == base
 
 
@@ -274,10 +274,10 @@ def test_misfit_columns_fall_back_like_llama_cpp():
         "IQ4_XS": "IQ4_NL",
         "IQ2_XXS": "IQ4_NL",
     }
-    for kind, other in pairs.items():
-        assert fitting_type(kind, 512) == kind
-        assert fitting_type(kind, 224) == other
-        assert fitting_type(kind, 33) == "F16"
+    for gguf_type, other in pairs.items():
+        assert fitting_type(gguf_type, 512) == gguf_type
+        assert fitting_type(gguf_type, 224) == other
+        assert fitting_type(gguf_type, 33) == "F16"
     assert fitting_type("Q8_0", 33) == "F16"
     assert fitting_type("BF16", 33) == "BF16"
     assert assign_types("Q4_K_M", [("output.weight", 96)], GROUPED)["output.weight"] == "Q8_0"

@@ -41,14 +41,14 @@ def header(tensors: int, keys: int, version: int = 3, magic: bytes = MAGIC) -> b
     return magic + struct.pack("<IQQ", version, tensors & (2**64 - 1), keys & (2**64 - 1))
 
 
-def key(name: str | bytes, kind: int, data: bytes) -> bytes:
-    return string(name) + struct.pack("<i", kind) + data
+def key(name: str | bytes, value_type: int, data: bytes) -> bytes:
+    return string(name) + struct.pack("<i", value_type) + data
 
 
 def info(
     name: str | bytes,
     dims: tuple[int, ...],
-    kind: int = 0,
+    gguf_type: int = 0,
     offset: int = 0,
     rank: int | None = None,
 ) -> bytes:
@@ -57,7 +57,7 @@ def info(
         string(name)
         + struct.pack("<I", len(dims) if rank is None else rank)
         + sizes
-        + struct.pack("<iQ", kind, offset & (2**64 - 1))
+        + struct.pack("<iQ", gguf_type, offset & (2**64 - 1))
     )
 
 
@@ -196,11 +196,11 @@ def test_short_preads_of_a_gguf_header_are_continued(
 ) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(file([ONE], [key("a", 8, string("text")), key("b", 4, bytes(4))], data=32))
-    whole, pread = read_gguf(path), os.pread
+    expected, pread = read_gguf(path), os.pread
     monkeypatch.setattr(
         os, "pread", lambda descriptor, count, at: pread(descriptor, count // 2 + 1, at)
     )
-    assert read_gguf(path) == whole
+    assert read_gguf(path) == expected
 
 
 def test_links_pipes_and_missing_gguf_files_are_refused(tmp_path):
@@ -244,10 +244,10 @@ SCALARS: list[tuple[ValueType, Callable[[], st.SearchStrategy[object]]]] = [
 
 @st.composite
 def values(draw: st.DrawFn) -> MetadataValue:
-    kind, strategy = draw(st.sampled_from(SCALARS))
+    value_type, strategy = draw(st.sampled_from(SCALARS))
     if draw(st.booleans()):
-        return array_value(kind, draw(st.lists(strategy(), max_size=5)))
-    return MetadataValue(kind, draw(strategy()))
+        return array_value(value_type, draw(st.lists(strategy(), max_size=5)))
+    return MetadataValue(value_type, draw(strategy()))
 
 
 KEYS = st.dictionaries(
@@ -268,9 +268,9 @@ def test_written_files_are_read_alike_by_gguf_py(keys, shapes, tmp_path_factory)
     keys.pop("general.alignment", None)
     keys.pop("split.count", None)
     tensors = []
-    for name, (kind, outer, blocks) in shapes.items():
-        width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-        tensors.append(GgufTensor(name, kind, (*outer, blocks * width)))
+    for name, (gguf_type, outer, blocks) in shapes.items():
+        width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[gguf_type]][0]
+        tensors.append(GgufTensor(name, gguf_type, (*outer, blocks * width)))
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
     write(path, keys, tensors, fill=7)
     gguf_file = read_gguf(path)

@@ -56,22 +56,22 @@ def blocks_by_ggml(tensor, plain, importance):
     return torch.cat(parts).numpy().tobytes()
 
 
-@pytest.mark.parametrize("known", [further(False), True])
+@pytest.mark.parametrize("with_importance", [further(False), True])
 @pytest.mark.parametrize("name", usual(MODELS, "llama-tied", "mixtral"))
-def test_reference_scales_give_the_bytes_of_ggml(name, known, tmp_path):
-    kind, sizes = MODELS[name]
+def test_reference_scales_give_the_bytes_of_ggml(name, with_importance, tmp_path):
+    gguf_type, sizes = MODELS[name]
     source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
     plain = export(source, tmp_path / "plain.gguf", "F32")
     imatrix = random_imatrix(plain)
     write_imatrix(tmp_path / "im.gguf", imatrix)
-    text = CalibrationOptions(source="imatrix:im.gguf") if known else NO_DATA
-    recipe = Recipe(format="gguf", type=kind, scales="reference", calibration=text)
-    settings = Settings(imatrix=tmp_path / "im.gguf" if known else None)
+    text = CalibrationOptions(source="imatrix:im.gguf") if with_importance else NO_DATA
+    recipe = Recipe(format="gguf", type=gguf_type, scales="reference", calibration=text)
+    settings = Settings(imatrix=tmp_path / "im.gguf" if with_importance else None)
     api.export(str(source), recipe, tmp_path / "x.gguf", settings)
     weights = read_gguf(plain).tensors
     types = set()
     for key, tensor in read_gguf(tmp_path / "x.gguf").tensors.items():
-        importance = imatrix.entries.get(key) if known else None
+        importance = imatrix.entries.get(key) if with_importance else None
         types.add(tensor.type)
         stored = numpy.asarray(read_tensor(tensor.raw()).view(torch.uint8)).tobytes()
         assert stored == blocks_by_ggml(tensor, weights[key], importance), key
@@ -83,8 +83,8 @@ def test_reference_scales_use_calibration_like_an_imatrix(model, tmp_path):
     recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=text)
     api.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
     api.make_imatrix(str(model), recipe, tmp_path / "im.dat", Settings())
-    known = CalibrationOptions(source="imatrix:im.dat")
-    recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=known)
+    from_imatrix = CalibrationOptions(source="imatrix:im.dat")
+    recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=from_imatrix)
     settings = Settings(imatrix=tmp_path / "im.dat")
     api.quantize(str(model), recipe, tmp_path / "b.gguf", settings)
     plain = export(model, tmp_path / "c.gguf", "Q4_0", scales="reference")
@@ -119,8 +119,8 @@ def test_reference_scales_are_refused_without_a_llama_cpp_quantizer(model, tmp_p
         recipe = Recipe(scales="reference", calibration=CalibrationOptions(samples=2), **values)
         with pytest.raises(UsageError, match=match):
             api.quantize(str(model), recipe, None, Settings())
-    ended = command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
-    assert (ended.code, "did you mean 'reference'" in ended.err) == (2, True)
+    result = command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
+    assert (result.code, "did you mean 'reference'" in result.err) == (2, True)
     assert not (tmp_path / "x").exists()
 
 
@@ -129,11 +129,13 @@ def test_scales_option_is_refused_for_quantized_models(model, tmp_path, capsys):
     quantized_model = tmp_path / "q"
     assert command(capsys, "quantize", model, "--bits", 4, "-o", quantized_model, *ROWS).code == 0
     arguments = ("--format", "gguf", "--scales", "reference", "-o", tmp_path / "x.gguf")
-    ended = command(capsys, "export", quantized_model, *arguments)
-    assert (ended.code, "--scales" in ended.err) == (2, True)
-    ended = command(
+    result = command(capsys, "export", quantized_model, *arguments)
+    assert (result.code, "--scales" in result.err) == (2, True)
+    result = command(
         capsys, "export", quantized_model, "--type", "Q4_0", "--source", model, *arguments
     )
-    assert (ended.code, "drop --scales" in ended.err) == (2, True)
-    ended = command(capsys, "export", quantized_model, "--type", "Q4_0", "--requantize", *arguments)
-    assert ended.code == 0
+    assert (result.code, "drop --scales" in result.err) == (2, True)
+    result = command(
+        capsys, "export", quantized_model, "--type", "Q4_0", "--requantize", *arguments
+    )
+    assert result.code == 0

@@ -65,8 +65,8 @@ def test_unsupported_tokenizers_are_refused(models, tmp_path):
     more = with_change("more", lambda it: it["model"]["vocab"].update({"\u00e9\u00e9": 320}))
     more = edited(more, tmp_path / "z", lambda it: it["model"]["merges"].append(["\u00e9"] * 2))
     refused(InputError, "'\u00e9\u00e9' has id 320, the embedding has 320 rows", more, tmp_path)
-    kind = with_change("kind", lambda it: it["model"].update(type="WordPiece"))
-    refused(RefusedError, "'WordPiece' is not written", kind, tmp_path)
+    wordpiece = with_change("kind", lambda it: it["model"].update(type="WordPiece"))
+    refused(RefusedError, "'WordPiece' is not written", wordpiece, tmp_path)
     normal = with_change("normal", lambda it: it.update(normalizer={"type": "Lowercase"}))
     refused(RefusedError, "does Lowercase", normal, tmp_path)
     missing = changed(source, tmp_path / "added", "tokenizer_config.json", bos_token="<nowhere>")
@@ -90,7 +90,7 @@ def test_a_vocabulary_smaller_than_the_embedding_is_padded(models, tmp_path):
 
 
 def test_values_out_of_range_of_gguf_types_are_refused(tmp_path):
-    for value, kind, match in (
+    for value, gguf_type, match in (
         (float("nan"), "Q8_0", "nan"),
         (float("inf"), "F16", "inf"),
         (1e6, "F16", "beyond the range of float16"),
@@ -102,7 +102,7 @@ def test_values_out_of_range_of_gguf_types_are_refused(tmp_path):
         tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
         save_file(tensors, model / "model.safetensors", {"format": "pt"})
         with pytest.raises(QuantForgeError, match=match):
-            export(model, tmp_path / "x.gguf", kind)
+            export(model, tmp_path / "x.gguf", gguf_type)
         assert not (tmp_path / "x.gguf").exists()
 
 
@@ -140,8 +140,8 @@ def test_missing_experts_are_refused(models, tmp_path):
     refused(InputError, r"layers.1.block_sparse_moe.experts.2.w1.weight: missing", model, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "Q4_0"])
-def test_overflowing_scales_are_refused_and_vanishing_ones_events(kind, tmp_path):
+@pytest.mark.parametrize("gguf_type", ["Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "Q4_0"])
+def test_overflowing_scales_are_refused_and_vanishing_ones_events(gguf_type, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for factor in (1e10, 1e-9):
@@ -153,10 +153,10 @@ def test_overflowing_scales_are_refused_and_vanishing_ones_events(kind, tmp_path
         if factor > 1:
             for scales in ("absmax", "search"):
                 with pytest.raises(QuantForgeError, match="up_proj"):
-                    export(model, out, kind, scales=scales)
+                    export(model, out, gguf_type, scales=scales)
                 assert not out.exists()
         else:
-            events = manifest.read_manifest(export(model, out, kind))["events"]
+            events = manifest.read_manifest(export(model, out, gguf_type))["events"]
             clamped = [event["where"] for event in events if event["kind"] != "substitution"]
             assert clamped == ["model.layers.0.mlp.up_proj.weight"]
 
@@ -208,8 +208,8 @@ ABSENT = object()
     ],
 )  # fmt: skip
 def test_sliding_window_events_follow_transformers(models, tmp_path, family, values, events):
-    given = {key: value for key, value in values.items() if value is not ABSENT}
-    model = changed(models(family), tmp_path / "m", "config.json", **given)
+    changes = {key: value for key, value in values.items() if value is not ABSENT}
+    model = changed(models(family), tmp_path / "m", "config.json", **changes)
     config = json.loads((model / "config.json").read_text())
     kept = {key: value for key, value in config.items() if values.get(key) is not ABSENT}
     (model / "config.json").write_text(json.dumps(kept))

@@ -61,23 +61,23 @@ def with_weights(model: Any, source: Checkpoint, *, transposed: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", usual(NAMES, "gemma4", "gemma4-moe", "llama4"))
-@pytest.mark.parametrize("kind", ["Q4_0", *usual(["F16", "Q6_K"])])
+@pytest.mark.parametrize("gguf_type", ["Q4_0", *usual(["F16", "Q6_K"])])
 def test_loaded_gguf_files_compute_the_logits_of_transformers(
-    name: str, kind: str, models: Callable[[str], Path], tmp_path: Path
+    name: str, gguf_type: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     source = models(name)
-    file = export(source, tmp_path / "x.gguf", kind)
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    file = export(source, tmp_path / "x.gguf", gguf_type)
+    peer = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     ids = torch.tensor([IDS])
     with torch.no_grad():
-        before = whole(ids).logits
+        before = peer(ids).logits
         expected = with_weights(
-            whole, decode_checkpoint(open_model(file)), transposed=name.startswith("llama4")
+            peer, decode_checkpoint(open_model(file)), transposed=name.startswith("llama4")
         )(ids).logits
         actual = load(file).model(ids).logits
-    assert (expected - before).abs().max() > (1e-5 if kind == "F16" else 1e-2)
+    assert (expected - before).abs().max() > (1e-5 if gguf_type == "F16" else 1e-2)
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=2e-4)
 
 
@@ -120,10 +120,10 @@ def test_verify_and_eval_accept_llama4_gguf_files(
     source = models("llama4")
     file = export(source, tmp_path / "x.gguf", "Q8_0")
     assert command(capsys, "verify", file, "--source", source).code == 0
-    ended = command(
+    result = command(
         capsys, "eval", source, file, "--windows", 2, "--length", 32, "--no-speed", "--max-kl", 0.05
     )
-    assert ended.code == 0
+    assert result.code == 0
 
 
 def with_changed_keys(file: GgufFile, **values: Any) -> GgufFile:
@@ -134,12 +134,12 @@ def with_changed_keys(file: GgufFile, **values: Any) -> GgufFile:
         full_key = f"{arch}.{key.replace('__', '.')}"
         old = metadata.pop(full_key, MetadataValue(ValueType.U32, 0))
         if value is not None:
-            kind = ValueType.ARRAY if isinstance(value, list) else old.type
-            metadata[full_key] = MetadataValue(kind, value, old.element_type)
+            value_type = ValueType.ARRAY if isinstance(value, list) else old.type
+            metadata[full_key] = MetadataValue(value_type, value, old.element_type)
     return GgufFile(file.files, metadata, file.tensors)
 
 
-@pytest.mark.parametrize(("name", "values", "kind", "message"), [
+@pytest.mark.parametrize(("name", "values", "error_type", "message"), [
     ("gemma4", {"attention__sliding_window_pattern": [True] * 4}, NotReadError, "sliding_window_pattern"),
     ("gemma4", {"attention__sliding_window_pattern": [False] * 4}, NotReadError, "sliding_window_pattern"),
     ("gemma4", {"attention__sliding_window_pattern": [True] * 3}, InputError, "sliding_window_pattern"),
@@ -152,11 +152,11 @@ def with_changed_keys(file: GgufFile, **values: Any) -> GgufFile:
     ("llama4", {"expert_count": None}, InputError, "expert_count"),
 ])  # fmt: skip
 def test_gguf_keys_without_a_configuration_are_refused_by_name(
-    name: str, values: dict[str, Any], kind: type[Exception], message: str,
+    name: str, values: dict[str, Any], error_type: type[Exception], message: str,
     models: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     file = read_gguf(export(models(name), tmp_path / "x.gguf", "F32"))
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error_type, match=message):
         config_from_keys(with_changed_keys(file, **values))
 
 
@@ -189,15 +189,15 @@ def test_llama4_rope_parameters_round_trip_through_gguf(
     )
 
 
-@pytest.mark.parametrize("kind", ["F32", *usual(["Q8_0"])])
+@pytest.mark.parametrize("gguf_type", ["F32", *usual(["Q8_0"])])
 def test_fused_gate_up_expert_tensors_are_split(
-    kind: str, models: Callable[[str], Path], tmp_path: Path
+    gguf_type: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """As llama.cpp's converter writes the experts of Gemma 4."""
     pytest.importorskip("xllamacpp")
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
-    first = export(models("gemma4-moe"), tmp_path / "x.gguf", kind)
+    first = export(models("gemma4-moe"), tmp_path / "x.gguf", gguf_type)
     second = copy_with_fused_experts(first, tmp_path / "y.gguf")
     assert "blk.0.ffn_gate_up_exps.weight" in read_gguf(second).tensors
     separate, other = open_gguf(first), open_gguf(second)
@@ -247,14 +247,14 @@ def copy_with_fused_experts(file: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "F16"])
+@pytest.mark.parametrize("gguf_type", ["Q4_0", "F16"])
 @pytest.mark.parametrize("name", ["gemma4-moe", "llama4"])
 def test_decoding_experts_one_by_one_is_refused_for_stacked_families(
-    name: str, kind: str, tmp_path: Path
+    name: str, gguf_type: str, tmp_path: Path
 ) -> None:
     """Stock transformers would load random experts, and say so in a warning alone."""
     model = gguf_models.make(name, tmp_path / "m")
-    export(model, tmp_path / "q.gguf", kind)
+    export(model, tmp_path / "q.gguf", gguf_type)
     recipe = Recipe(format="plain")
     out = tmp_path / "out"
     with pytest.raises(RefusedError, match="experts in one tensor"):

@@ -300,8 +300,8 @@ def test_image_mean_is_zero_without_normalization(models, tmp_path):
 
 def test_infinite_clamp_bounds_are_written_unchanged(models, tmp_path):
     def change(tensors):
-        one = "model.vision_tower.encoder.layers.0.mlp.up_proj.input_max"
-        return {**tensors, one: torch.tensor(float("inf"))}
+        item = "model.vision_tower.encoder.layers.0.mlp.up_proj.input_max"
+        return {**tensors, item: torch.tensor(float("inf"))}
 
     model = copy_with_changed_tensors(models["gemma4"], tmp_path / "m", lambda name: name, change)
     file = read_gguf(export_projector(model, tmp_path / "x.gguf"))
@@ -327,8 +327,8 @@ def test_image_processing_differences_of_llama_cpp_are_an_event(models, tmp_path
         "-o",
         tmp_path / "y.gguf",
     )
-    ended = command(capsys, "export", models["llama4"], *options)
-    assert (ended.code, "tower-differs" in ended.err) == (4, True)
+    result = command(capsys, "export", models["llama4"], *options)
+    assert (result.code, "tower-differs" in result.err) == (4, True)
     assert (
         "tower-differs"
         in command(
@@ -381,9 +381,9 @@ def test_the_img_break_embedding_is_stored_with_the_tower(models, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InputError, match=r"embed_tokens\.weight: \[320, 64\], and row 320"):
         projector_file(open_checkpoint(other), "x")
-    whole = changed(model, tmp_path / "o", "config.json", vision_feature_layer=-2)
+    other_layer = changed(model, tmp_path / "o", "config.json", vision_feature_layer=-2)
     with pytest.raises(RefusedError, match="vision_feature_layer = -2"):
-        projector_file(open_checkpoint(whole), "x")
+        projector_file(open_checkpoint(other_layer), "x")
 
 
 def test_a_vision_size_that_is_no_number_is_refused(models, tmp_path):
@@ -417,9 +417,9 @@ def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsy
     more = plan["forecast"]["disk_bytes"] - bare["forecast"]["disk_bytes"]
     assert more == tower.plan.size > 0
     assert "--mmproj writes that of pictures, " in " ".join(plan["notes"])
-    ended = command(capsys, "plan", model, "--bits", 8, "--mmproj")
-    assert ended.code == 2
-    assert "add --format gguf" in ended.err
+    result = command(capsys, "plan", model, "--bits", 8, "--mmproj")
+    assert result.code == 2
+    assert "add --format gguf" in result.err
     announced = Settings(mmproj=True, announce=lambda plan, _: stop_at_announced_plan(plan))
     with pytest.raises(StopError):
         api.export(str(model), None, tmp_path / "x.gguf", announced, format="gguf", type="F16")

@@ -72,12 +72,12 @@ def special(name: str) -> dict[str, Any]:
 def template(*items: dict[str, Any], **ids: int) -> Change:
     """A post-processor; ``ids`` of <s> and </s> as the base has them."""
     numbers = {"<s>": 0, "</s>": 1, **ids}
-    known = {
+    special_tokens = {
         name: {"id": name, "ids": [number], "tokens": [name]} for name, number in numbers.items()
     }
     return root(post_processor={
         "type": "TemplateProcessing", "single": [*items], "pair": [TEXT, special("</s>"), TEXT],
-        "special_tokens": known})  # fmt: skip
+        "special_tokens": special_tokens})  # fmt: skip
 
 
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
@@ -305,7 +305,9 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
     assert {written_vocabulary.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
     plain = (TokenType.NORMAL, TokenType.UNUSED)
     assert {
-        n: kind for n, kind in enumerate(written_vocabulary.kinds) if kind not in plain
+        n: token_type
+        for n, token_type in enumerate(written_vocabulary.kinds)
+        if token_type not in plain
     } == stock
     (event,) = written_vocabulary.events
     assert "('</s>') lstrip: llama.cpp keeps spaces" in event.detail
