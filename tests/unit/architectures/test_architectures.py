@@ -137,7 +137,7 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
     )
 
 
-def test_every_file_of_families_is_listed_and_no_model_type_is_in_two() -> None:
+def test_family_files_are_listed_and_model_types_unique() -> None:
     folder = Path(families.__file__).parent
     files = [path.stem for path in folder.glob("*.py") if "\nFAMILIES = " in path.read_text()]
     assert sorted(files) == sorted(FILES)
@@ -147,7 +147,7 @@ def test_every_file_of_families_is_listed_and_no_model_type_is_in_two() -> None:
     )
 
 
-def test_declarations_are_consistent() -> None:
+def test_family_declarations_are_consistent() -> None:
     for model_type in declared_families():
         check_declaration(model_type)
 

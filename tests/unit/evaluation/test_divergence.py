@@ -63,14 +63,14 @@ def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
     unchunked = score_reference(model, windows).scores
     logits, sizes = OutputHead.logits, []
 
-    def noted(*arguments):
+    def record_shape(*arguments):
         chunk = logits(*arguments)
         sizes.append(chunk.shape)
         return chunk
 
     monkeypatch.setitem(output_head.MAX_CHUNK_LOGITS, "cpu", 200)
     monkeypatch.setattr(output_head, "MAX_CHUNK_TOKENS", 5)
-    monkeypatch.setattr(OutputHead, "logits", noted)
+    monkeypatch.setattr(OutputHead, "logits", record_shape)
     chunked = score_reference(model, windows)
     assert max(sizes[1:]) == (5, 40)  # the first checks the head
     torch.testing.assert_close(chunked.scores.nll, unchunked.nll, rtol=1e-5, atol=1e-5)

@@ -89,11 +89,11 @@ def test_short_preads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch)
     tensor_entry = read_header(path)["w"]
     reads = []
 
-    def less(descriptor: int, views: list[memoryview], at: int) -> int:
+    def short_preadv(descriptor: int, views: list[memoryview], at: int) -> int:
         reads.append((at - tensor_entry.start, len(views[0])))
         return preadv(descriptor, [views[0][: len(views[0]) // 2 + 1]], at)
 
-    monkeypatch.setattr(os, "preadv", less)
+    monkeypatch.setattr(os, "preadv", short_preadv)
     assert torch.equal(read_tensor(tensor_entry), tensor)
     assert reads == [(0, 16), (9, 7), (13, 3), (15, 1)]
 

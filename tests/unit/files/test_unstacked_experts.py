@@ -81,11 +81,11 @@ def test_experts_are_read_alone_and_cached(tiny: Tiny, monkeypatch: pytest.Monke
     read: list[tuple[str, int, int]] = []
     rows = Checkpoint.read_rows
 
-    def noted(self: Checkpoint, name: str, first: int, last: int) -> Tensor:
+    def record_read(self: Checkpoint, name: str, first: int, last: int) -> Tensor:
         read.append((name, first, last))
         return rows(self, name, first, last)
 
-    monkeypatch.setattr(Checkpoint, "read_rows", noted)
+    monkeypatch.setattr(Checkpoint, "read_rows", record_read)
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a whole stack was read"))
     name = "model.layers.1.mlp.experts.{}.{}_proj.weight"
     stack = "model.layers.1.mlp.experts.gate_up_proj"
@@ -101,7 +101,7 @@ def test_experts_are_read_alone_and_cached(tiny: Tiny, monkeypatch: pytest.Monke
     assert len(read) == 2 + MAX_CACHED_EXPERTS  # no more than so many are held
 
 
-def test_checksums_reach_the_inner_checkpoint_and_clear_the_cache(tiny: Tiny) -> None:
+def test_checksums_reach_the_inner_checkpoint(tiny: Tiny) -> None:
     view = unstack_experts(open_checkpoint(tiny("gpt-oss")))
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     before, norm = view.read(name), "model.norm.weight"

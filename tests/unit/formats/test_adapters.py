@@ -290,36 +290,36 @@ def test_eval_notes_a_reference_with_another_adapter(
     command(capsys, *quick, "merged", "-o", "of-merged")
     command(capsys, *quick, model, "-o", "base")
 
-    def told(*words: object) -> tuple[str, str]:
+    def eval_output(*words: object) -> tuple[str, str]:
         ended = command(capsys, "eval", *words, *options)
         assert ended.code == 0
         return " ".join(ended.err.split()), " ".join(ended.out.split())
 
     merge = "--adapter DIR merges tuned one into"
-    without, _ = told(model, "q", "q.gguf", "base")
+    without, _ = eval_output(model, "q", "q.gguf", "base")
     for name in ("q", "q.gguf"):
         message = (
             f"{name} was made with the adapter tuned one, and the reference is measured without it"
         )
         assert f"{message}: {merge} {model}" in without
     assert without.count("was made with") == 2
-    err, out = told(model, "q", "q.gguf", "--adapter", adapter_path)
+    err, out = eval_output(model, "q", "q.gguf", "--adapter", adapter_path)
     assert "was made" not in err
     assert re.search(r"the adapter tuned one \(SHA-256 [0-9a-f]{64}\) merged into the ref", out)
     message = (
         "q was made with the adapter tuned one, and the reference is measured with the adapter"
     )
-    assert f"{message} other: {merge}" in told(model, "q", "--adapter", other)[0]
+    assert f"{message} other: {merge}" in eval_output(model, "q", "--adapter", other)[0]
     message = "base was made without the adapter tuned one, which is merged into the reference"
-    assert message in told(model, "base", "--adapter", adapter_path)[0]
-    err, out = told("merged", "of-merged")
+    assert message in eval_output(model, "base", "--adapter", adapter_path)[0]
+    err, out = eval_output("merged", "of-merged")
     assert "adapter" not in err + out
     before = Path("q/README.md").read_bytes()
     refused = command(capsys, "eval", model, "q", "--card", "q", *options)
     assert (refused.code, Path("q/README.md").read_bytes()) == (2, before)
     assert "--card q: q was made with the adapter tuned one, and the reference" in refused.err
-    told(model, "base", "q", "--card", "base")  # the other is not of this card
-    told(model, "q", "--card", "q", "--adapter", adapter_path)
+    eval_output(model, "base", "q", "--card", "base")  # the other is not of this card
+    eval_output(model, "q", "--card", "q", "--adapter", adapter_path)
     assert Path("q/README.md").read_bytes() != before
 
 
@@ -637,11 +637,11 @@ def test_invalid_adapters_are_refused_before_digesting(
     digested: list[Path] = []
     real = opening.compute_checksums
 
-    def noted(path: Path, inside: Path | None) -> Any:
+    def record_digest(path: Path, inside: Path | None) -> Any:
         digested.append(path)
         return real(path, inside)
 
-    monkeypatch.setattr(opening, "compute_checksums", noted)
+    monkeypatch.setattr(opening, "compute_checksums", record_digest)
     opening.open_adapter(adapter_path)
     assert digested == [adapter_path / opening.WEIGHTS]
     os.truncate(adapter_path / opening.WEIGHTS, 1 << 40)

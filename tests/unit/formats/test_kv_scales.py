@@ -70,7 +70,7 @@ def test_missing_or_misshapen_kv_scales_are_named():
 
 
 @pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
-def test_calibration_and_runtime_caches_round_alike(kind):
+def test_calibration_and_runtime_caches_round_equally(kind):
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, 2, 5, 64, generator=generator) * torch.tensor([1.0, 40.0])[:, None, None]
     values = torch.randn(3, 2, 5, 64, generator=generator)

@@ -432,11 +432,11 @@ def test_only_requested_rows_of_fp8_sources_are_read(
     read = []
     rows_of = Checkpoint.read_rows
 
-    def noted(checkpoint: Checkpoint, name: str, first: int, last: int) -> Tensor:
+    def record_read(checkpoint: Checkpoint, name: str, first: int, last: int) -> Tensor:
         read.append((name, first, last))
         return rows_of(checkpoint, name, first, last)
 
-    monkeypatch.setattr(Checkpoint, "read_rows", noted)
+    monkeypatch.setattr(Checkpoint, "read_rows", record_read)
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a whole tensor was read"))
     name = "model.layers.0.mlp.up_proj.weight"
     source.read_rows(name, 130, 140)

@@ -50,13 +50,13 @@ def test_many_slow_matches_exhaust_the_budget(monkeypatch: pytest.MonkeyPatch) -
     """Each match is within its limit; a file may hold thousands of them."""
     monkeypatch.setattr(patterns, "SLOW_MATCH_BUDGET", 0.5)
 
-    def many() -> None:
+    def match_many_times() -> None:
         for number in range(10_000):
             matches_pattern("(a|aa)*[bc]", "a" * 21 + str(number), full_match=True)
 
     start = time.process_time()
     with pytest.raises(InputError, match="takes too long"):
-        many()
+        match_many_times()
     assert time.process_time() - start < 2
     monkeypatch.setattr(patterns, "SLOW_MATCH", 0.05)  # a pause of the interpreter is no slow match
     assert all(matches_pattern(r"a+\d+", f"a{number}", full_match=True) for number in range(1000))

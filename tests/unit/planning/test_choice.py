@@ -22,7 +22,7 @@ SCHEMES_BY_FORMAT = {
 def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, format_key: str) -> None:
     first, second = SCHEMES_BY_FORMAT[format_key]
 
-    def given(layer: str, **values: object) -> str:
+    def planned_scheme(layer: str, **values: object) -> str:
         recipe = Recipe(
             format=format_key, bits=4, calibration=CalibrationOptions(source="none"), **values
         )
@@ -31,16 +31,18 @@ def test_ignores_precede_rules_options_and_defaults(tiny: Tiny, format_key: str)
         return ":".join(str(tensor.scheme).split(":")[:3]) if tensor.scheme else tensor.action.value
 
     both = (Rule("down_proj", first), Rule("*_proj", second))
-    assert given(DOWN, rules=both) == first
-    assert given(DOWN, rules=both[::-1]) == second
-    assert given(DOWN, rules=both, ignore=("down_proj",)) == Action.KEEP
-    default = given(DOWN)
+    assert planned_scheme(DOWN, rules=both) == first
+    assert planned_scheme(DOWN, rules=both[::-1]) == second
+    assert planned_scheme(DOWN, rules=both, ignore=("down_proj",)) == Action.KEEP
+    default = planned_scheme(DOWN)
     assert default not in {first, Action.KEEP}
-    assert given(DOWN, lm_head=first, embedding=first) == default
+    assert planned_scheme(DOWN, lm_head=first, embedding=first) == default
     for option, layer in (("lm_head", HEAD), ("embedding", EMBEDDING)):
-        assert given(layer, **{option: first}) == first
-        assert given(layer, **{option: first}, rules=(Rule(layer, second),)) == second
-        assert given(layer, **{option: first}, ignore=(layer,)) == Action.KEEP
-        assert given(layer, rules=(Rule("*", first),)) == given(layer)
-    tied = given(QUERY, rules=(Rule(KEY, first),))
-    assert tied == (given(QUERY) if format_key == "gguf" else first)  # llama.cpp joins no matrices
+        assert planned_scheme(layer, **{option: first}) == first
+        assert planned_scheme(layer, **{option: first}, rules=(Rule(layer, second),)) == second
+        assert planned_scheme(layer, **{option: first}, ignore=(layer,)) == Action.KEEP
+        assert planned_scheme(layer, rules=(Rule("*", first),)) == planned_scheme(layer)
+    tied = planned_scheme(QUERY, rules=(Rule(KEY, first),))
+    assert tied == (
+        planned_scheme(QUERY) if format_key == "gguf" else first
+    )  # llama.cpp joins no matrices

@@ -246,12 +246,12 @@ def test_unloadable_families_are_refused_for_their_engine(family, tmp_path, caps
 def test_families_decoded_on_loading_need_one_scheme(family, tmp_path):
     model = write_model(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
 
-    def said(**options):
+    def loading_verdict(**options):
         return {v.engine: v for v in plan_model(model, **options).engines}["transformers"]
 
-    alone = said()
+    alone = loading_verdict()
     assert (alone.loads, "no memory is saved" in alone.reason) == (None, True)
-    mixed = said(
+    mixed = loading_verdict(
         rules=(Rule("*q_proj", "int8:row"), Rule("k_proj", "int8:row"), Rule("v_proj", "int8:row"))
     )
     assert (mixed.loads, "first scheme alone" in mixed.reason) == (False, True)
@@ -267,7 +267,9 @@ def test_families_with_fused_loading_need_the_engine_option(tmp_path):
     (PER_EXPERT, "nf4", "bnb", False), (PER_EXPERT, "int8:row", "bnb", False), (STACKED, "nf4", "bnb", True),
     (PER_EXPERT, "int4:g32", "compressed-tensors", True),
 ])  # fmt: skip
-def test_engines_that_cannot_fuse_experts_do_not_load(block, scheme, format_key, loads, tmp_path):
+def test_transformers_loads_experts_only_if_it_can_fuse_them(
+    block, scheme, format_key, loads, tmp_path
+):
     model = write_model(tmp_path / "m", block, num_experts=EXPERTS)
     plan = api.plan(str(model), Recipe(scheme=scheme, format=format_key, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")

@@ -52,7 +52,7 @@ def test_the_embedding_is_kept_if_engines_would_be_lost(tiny: Tiny) -> None:
     assert all(item.scheme is None for item in plan.tensors if "embed_tokens" in item.name)
 
 
-def test_a_tied_head_keeps_the_embedding_unquantized() -> None:
+def test_the_embedding_note_names_a_tied_head() -> None:
     plan = api.plan(DEMO, bits=4, scales="absmax")
     assert "the head is tied to it" in embedding_note(plan)
 
@@ -111,12 +111,16 @@ def test_float16_scales_are_kept_in_mlx_exports(tmp_path: Path) -> None:
 
 
 def test_embedding_keep_applies_to_gguf() -> None:
-    def kind(**choices: str) -> str:
+    def embedding_type(**choices: str) -> str:
         planned = api.plan(DEMO, type="Q4_0", method="rtn", **choices)
         (embedding,) = [item for item in planned.tensors if "embed" in item.name]
         return str(embedding.scheme)
 
-    assert (kind(), kind(embedding="keep"), kind(embedding="q4_1")) == ("q6_k", "None", "q4_1")
+    assert (
+        embedding_type(),
+        embedding_type(embedding="keep"),
+        embedding_type(embedding="q4_1"),
+    ) == ("q6_k", "None", "q4_1")
 
 
 def test_quantize_reports_the_share_of_embedding_and_head(

@@ -58,7 +58,7 @@ def not_a_number(tensors: Tensors) -> None:
     ],
     ids=["expert", "last-expert", "matrix", "router", "type", "nan"],
 )
-def test_a_bad_mixture_is_refused_by_name(
+def test_incomplete_or_bad_experts_are_refused_by_name(
     tiny: Tiny, tmp_path: Path, model_type: str, change: Callable[[Tensors], None], message: str
 ) -> None:
     shutil.copytree(tiny("mixtral"), tmp_path / "m")

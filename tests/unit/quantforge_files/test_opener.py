@@ -42,7 +42,7 @@ def refusal(path: Path, inside: Path | None, role: FileRole = SMALL) -> str:
     return str(caught.value)
 
 
-def test_a_file_is_read_up_to_its_limit(model: Path) -> None:
+def test_files_over_their_size_limit_are_refused(model: Path) -> None:
     (model / "a").write_bytes(b"x" * 100)
     assert FILES.read(model / "a", SMALL, model) == b"x" * 100
     assert FILES.read_start(model / "a", SMALL, 7, model) == b"x" * 7

@@ -217,23 +217,23 @@ def test_imatrix_files_give_nearly_the_blocks_of_their_calibration(model, tmp_pa
 
 
 def test_make_imatrix_honors_precision_and_activation_settings(model, tmp_path, monkeypatch):
-    def made(name, settings=None, **values):
+    def imatrix_bytes(name, settings=None, **values):
         recipe = Recipe(format="gguf", calibration=replace(TEXT, **values))
         api.make_imatrix(str(model), recipe, tmp_path / name, settings or Settings())
         return (tmp_path / name).read_bytes()
 
     directories, own = [], hidden_states.OnDisk.__init__
 
-    def noted(self, *args):
+    def record_directory(self, *args):
         directories.append(args[-1])
         own(self, *args)
 
-    monkeypatch.setattr(hidden_states.OnDisk, "__init__", noted)
-    exact = made("a.gguf")
+    monkeypatch.setattr(hidden_states.OnDisk, "__init__", record_directory)
+    exact = imatrix_bytes("a.gguf")
     assert not directories
-    assert made("b.gguf", Settings(activations="disk")) == exact
+    assert imatrix_bytes("b.gguf", Settings(activations="disk")) == exact
     assert {*directories} == {tmp_path}
-    assert made("c.gguf", precision="bfloat16") != exact
+    assert imatrix_bytes("c.gguf", precision="bfloat16") != exact
 
 
 @pytest.mark.parametrize("format_key", ["gguf", "compressed-tensors"])
@@ -349,15 +349,15 @@ def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, caps
     assert "no importance for 7 of 21 matrices: blk.2." in event.detail
     assert "and 4 more" in event.detail
 
-    def ended(gguf_type, *options):
+    def run_quantize(gguf_type, *options):
         arguments = ("--type", gguf_type, "--method", "rtn", "--imatrix", path, "-o", out)
         return command(capsys, "quantize", model, *arguments, *options)
 
-    shown = ended("Q4_K_M", "--dry-run")
+    shown = run_quantize("Q4_K_M", "--dry-run")
     assert (shown.code, "no importance for 7 of 21 matrices" in shown.out) == (0, True)
-    strict = ended("Q4_K_M", "--strict", "--allow", "substitution=9")
+    strict = run_quantize("Q4_K_M", "--strict", "--allow", "substitution=9")
     assert (strict.code, "importance-incomplete" in strict.err) == (4, True)
-    refused = ended("IQ2_XXS")
+    refused = run_quantize("IQ2_XXS")
     assert refused.code == 4
     assert "of 21 matrices whose types need it (IQ2_XXS): blk.2." in refused.err
     assert not out.exists()

@@ -183,18 +183,23 @@ LATTICES = {
 def test_iq_mixtures_assign_the_types_of_llama_cpp(mixture, shape):
     chosen = assign_types(mixture, tensors(16), shape)
 
-    def of(layer: str) -> str:
+    def types_of_layer(layer: str) -> str:
         return " ".join(chosen[f"blk.{block}.{layer}.weight"] for block in (1, 5, 15))
 
     values, down, attention, question, inner, output, embedding = LATTICES[mixture, shape]
-    assert (of("attn_v"), of("ffn_down"), of("ffn_gate"), of("ffn_up")) == (
+    assert (
+        types_of_layer("attn_v"),
+        types_of_layer("ffn_down"),
+        types_of_layer("ffn_gate"),
+        types_of_layer("ffn_up"),
+    ) == (
         values,
         down,
         inner,
         inner,
     )
-    assert of("attn_output") == " ".join([attention] * 3)
-    assert of("attn_q") == of("attn_k") == " ".join([question] * 3)
+    assert types_of_layer("attn_output") == " ".join([attention] * 3)
+    assert types_of_layer("attn_q") == types_of_layer("attn_k") == " ".join([question] * 3)
     assert (chosen["output.weight"], chosen["token_embd.weight"]) == (output, embedding)
 
 
