@@ -47,7 +47,7 @@ def headers(tiny: Tiny) -> Any:
 
 
 def with_renamed_prefixes(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
-    """Headers with prefixes replaced."""
+    """Return the headers with prefixes of their names replaced."""
     result = []
     for tensor in stored.values():
         name = tensor.name

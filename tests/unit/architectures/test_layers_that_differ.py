@@ -200,7 +200,7 @@ FULL_SIZE_CONFIGS = {
 
 @pytest.mark.parametrize("name", FULL_SIZE_CONFIGS)
 def test_full_size_gemma4_models_are_matched_and_translated_to_gguf(name: str) -> None:
-    """Without weights; what a configuration leaves out has the default of the family."""
+    """Models without weights; missing keys take the defaults of the family."""
     text = {"model_type": "gemma4_text", "head_dim": 256, **FULL_SIZE_CONFIGS[name]}
     config = {"model_type": "gemma4", "text_config": text, "tie_word_embeddings": True}
     state_dict = build_skeleton(config).state_dict()

@@ -32,7 +32,7 @@ def block_shapes(prefix: str, count: int) -> dict[str, tuple[int, ...]]:
 def test_the_block_list_of_configured_length_is_the_decoder(
     tower: str, depth: dict[str, Any]
 ) -> None:
-    """Even where another tower is larger; what lies beside its list is the tower's as well."""
+    """Also if another tower is larger; tensors next to its block list belong to that tower."""
     config = {"text_config": {"num_hidden_layers": 2}, "seen_config": depth}
     beside = tower.rpartition(".")[0] + ".embed.pos_embed.weight"
     shapes = block_shapes("model.lm.layers", 2) | block_shapes(tower, 6)
@@ -46,7 +46,7 @@ def test_the_block_list_of_configured_length_is_the_decoder(
 
 
 def test_all_block_lists_of_a_text_model_are_decoder_blocks() -> None:
-    """A list of single matrices is no list of blocks."""
+    """A list of single matrices is not a block list."""
     shapes = (
         block_shapes("model.layers", 2)
         | block_shapes("draft.layers", 1)

@@ -51,7 +51,7 @@ def rows(source, trial):
 
 
 def test_fp8_caches_are_compared_with_the_stored_scales(source):
-    """A file that states scales of its cache has no others when it is served in fp8."""
+    """A model with stored KV scales uses only these when it is served with an fp8 cache."""
     comparison = plan_cache_comparison([open_model(source)], TEXT * 2, ("fp8",), 200)
     loaded = load(source, dtype=torch.float32)
     coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
@@ -86,7 +86,7 @@ def test_cache_windows_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
 
 
 def test_cache_divergence_equals_token_by_token_decoding(source, trial, rows):
-    """Token by token through the programs that decode, of keys and values rounded to bfloat16."""
+    """Decode token by token, with keys and values rounded to bfloat16."""
     decoder = Decoder(load(source, dtype=torch.float32).model)
     ids = trial.windows.ids[0]
 

@@ -50,7 +50,7 @@ def rounded(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def full_evaluation(tiny, rounded) -> Evaluation:
-    """A whole evaluation, the reference among its own descendants."""
+    """Return a full evaluation in which the reference is also one of the compared models."""
     source = tiny("llama-tied")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
@@ -59,7 +59,7 @@ def full_evaluation(tiny, rounded) -> Evaluation:
 
 
 def with_bos(source: Path, target: Path) -> Path:
-    """Copy a model; its tokenizer then begins a text with token 0."""
+    """Copy a model and let its tokenizer begin each text with token 0."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -112,7 +112,7 @@ def test_the_protocol_states_text_windows_and_dtype(full_evaluation):
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, full_evaluation):
-    """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
+    """Only the quantized model changes; the reference and packed weights with float32 inputs do not."""
     source, messages = tiny("llama-tied"), []
     eight = compared(source, [rounded], options(), Settings(input_bits=8, note=messages.append))
     assert eight.rows[0]["nll"] == full_evaluation.rows[0]["nll"]

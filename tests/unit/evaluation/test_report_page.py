@@ -47,7 +47,7 @@ TEXTS = ("a b c d", "a b x d", "a b c d e", "<script>alert(1)</script>", "a b c 
 
 
 def row(index: int) -> dict[str, Any]:
-    """Figures of a model, in all of their parts; the first is the reference."""
+    """Return figures of one model for all sections of the report; the first model is the reference."""
     kl = 0.01 * index
     compared = {
         "perplexity_increase": 0.01 * index, "perplexity_increase_se": 0.001, "kl_mean": kl, "kl_se": kl / 10,
@@ -217,7 +217,7 @@ def test_zero_divergence_is_left_out_of_logarithmic_charts(evaluation):
     ("base", [3.77e6, 1.93e8, 8.9e10]),
 )
 def test_every_chart_axis_has_three_distinct_labels(base, ratio):
-    """Of figures on logarithmic axes, and of the sizes beside them; what covers another is not drawn."""
+    """Logarithmic axes and size axes; overlapping labels are not drawn."""
     values = [base, base * ratio**0.4, base * ratio]
     drawn = [
         series_chart("t", "n", "w", {f"m{at}": {"1": item / 1e5} for at, item in enumerate(values)}),

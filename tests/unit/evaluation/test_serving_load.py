@@ -115,7 +115,7 @@ def test_load_figures_equal_values_computed_by_hand():
 
 
 def test_cost_per_million_tokens_equals_a_published_example():
-    """2 an hour at 2000 tokens a second are 0.28 for a million."""
+    """2 per hour at 2000 tokens per second cost 0.28 per million tokens."""
     figures = summarize([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
     assert figures.cost == pytest.approx(0.2778, abs=1e-4)
 
@@ -155,7 +155,7 @@ def test_a_request_stream_is_served_in_process():
 
 
 class Server:
-    """A server of the completions API that answers so many tokens, some of them in one piece, or fails."""
+    """Fake server of the completions API that sends tokens in pieces, or fails."""
 
     def __init__(
         self, fail=(), piece=1, *, other=False, closes=False, once=False, text="x", noted=False
@@ -240,7 +240,7 @@ def test_a_request_stream_is_sent_to_a_server(piece):
 @pytest.mark.parametrize("text", ["x", ""])
 @pytest.mark.parametrize("noted", [True, False])
 def test_empty_text_pieces_count_as_tokens(text, noted):
-    """Those that end a text come as empty pieces from vLLM; llama.cpp notes the end in one that is no token."""
+    """vLLM sends end tokens as empty pieces; llama.cpp marks the end in a piece without a token."""
     pytest.importorskip("aiohttp")
     with Server(text=text, noted=noted) as url:
         (waited,) = send_to_server(url, "", [TimedRequest(0.0, (1, 2), 5)])

@@ -29,7 +29,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def task_models(tiny):
-    """Return a function from a family and a number of positions to what answers."""
+    """Return a function from a family and a number of positions to a `TaskModel`."""
 
     @cache
     def make(family: str = "llama", positions: int = 64) -> TaskModel:
@@ -39,7 +39,7 @@ def task_models(tiny):
 
 
 def expected_score(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool]:
-    """From all logits of one text."""
+    """Return the log-likelihood and greediness of the last tokens, from all logits of one text."""
     with torch.inference_mode():
         logits = answers._model(torch.tensor([ids[:-1]])).logits[0, -count:].double()
     targets = torch.tensor(ids[-count:])
@@ -61,7 +61,7 @@ def test_continuation_scores_equal_summed_token_likelihoods(task_models, family)
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_empty_continuation_has_likelihood_one(task_models, family):
-    """Beside others too, and where the context is a single token that nothing precedes."""
+    """Also next to other continuations, and after a context of a single token."""
     answers = task_models(family)
     answers_of_x = answers.score_continuations([("x", "y")])
     assert answers.score_continuations([("", ""), ("x", "y")]) == [(0.0, True), *answers_of_x]

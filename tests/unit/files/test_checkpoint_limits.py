@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_padded(path: Path, start: bytes, size: int) -> None:
-    """Write ``start`` and spaces behind it, up to ``size`` bytes."""
+    """Write ``start``, padded with spaces to ``size`` bytes."""
     with path.open("wb") as stream:
         stream.write(start.ljust(size))
 
@@ -132,7 +132,7 @@ def test_json_integers_of_64_bits_are_read(number: int) -> None:
 
 @pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**20 - 1, 10**20, -(10**19), "-0"])
 def test_json_integers_over_64_bits_are_refused(number: object) -> None:
-    """Readers that know no longer integers make an inexact float of them."""
+    """Some JSON readers convert longer integers to inexact floats."""
     assert f"the number {number} is not a 64-bit integer" in json_error(f'{{"a": {number}}}')
 
 

@@ -339,7 +339,7 @@ def test_a_journal_is_removed_only_with_its_stage(tmp_path: Path) -> None:
 def test_leftovers_of_a_kill_after_the_exchange_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock tells the old release, at the stage's place, from work to go on with."""
+    """The lock distinguishes the replaced result in the stage directory from work to resume."""
 
     def killed(_stage: Stage) -> None:
         raise KeyboardInterrupt
@@ -357,7 +357,7 @@ def test_leftovers_of_a_kill_after_the_exchange_are_removed(
 
 
 def test_a_held_empty_lock_is_reported_as_busy(tmp_path: Path) -> None:
-    """Its holder has emptied it, and its name is not there yet."""
+    """The holder has truncated the lock file and not yet written its identity."""
     lock_directory = tmp_path / ".out.qf"
     lock_directory.mkdir()
     with (lock_directory / "lock").open("w") as lock_file:
@@ -384,7 +384,7 @@ def test_file_names_follow_the_output_name() -> None:
 
 
 def test_files_are_renamed_in_reverse_order_of_opening(tmp_path: Path) -> None:
-    """Beside the weights, the weights, of numbered ones the first at the end, and the manifest."""
+    """Side files first, then the weights (of several, the first one last), then the manifest."""
     for names in (("m.gguf",), tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))):
         named = []
         directory = tmp_path / str(len(names))

@@ -48,7 +48,7 @@ def test_a_cached_model_is_found_and_opened(cache: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> deque[str]:
-    """What this process did with sockets last; an audit hook cannot be removed again."""
+    """Return the last socket events of this process; an audit hook cannot be removed."""
     events: deque[str] = deque(maxlen=10)
     sys.addaudithook(lambda event, _: events.append(event) if event.startswith("socket") else None)
     return events

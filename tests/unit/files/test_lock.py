@@ -52,7 +52,7 @@ def test_concurrent_processes_take_the_lock_in_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", range(12))
 def test_a_signal_during_release_leaves_no_lock_file(tmp_path: Path, moment: int) -> None:
-    """It comes before any one line of what removes the file."""
+    """The signal arrives before each line of the functions that remove the file."""
     lock, lines = Lock(tmp_path / ".out.qf"), count()
     lock.acquire()
 

@@ -29,7 +29,7 @@ def tensors(*names: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def audited() -> deque[str]:
-    """The files that this process opened last; an audit hook cannot be removed again."""
+    """Return the files that this process opened last; an audit hook cannot be removed."""
     names: deque[str] = deque(maxlen=100)
     sys.addaudithook(lambda event, args: names.append(str(args[0])) if event == "open" else None)
     return names

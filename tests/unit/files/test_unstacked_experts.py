@@ -34,7 +34,7 @@ def load_tensors(model: Path) -> dict[str, Tensor]:
 
 
 def expected_matrices(family: str, model: Path) -> dict[str, Tensor]:
-    """The matrices of all experts, cut by hand."""
+    """Return the matrices of all experts, sliced from the stacks here."""
     first, second, name = STACKS[family]
     tensors, matrices = load_tensors(model), {}
     for layer in range(3):

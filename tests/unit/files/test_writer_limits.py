@@ -78,7 +78,7 @@ def test_planned_entries_equal_the_header_of_the_file(tmp_path: Path) -> None:
 
 
 def test_failed_allocation_removes_files_and_reports_needed_bytes(tmp_path: Path) -> None:
-    """It tells the reason and what all files need, and keeps nothing of them."""
+    """The message states the reason and the bytes that all files need."""
     sizes: list[int] = []
 
     def allocate(descriptor: int, size: int) -> None:
@@ -96,7 +96,7 @@ def test_failed_allocation_removes_files_and_reports_needed_bytes(tmp_path: Path
 
 
 def test_a_failed_sync_is_reported_and_retried(tmp_path: Path) -> None:
-    """Nothing more is needed, which the message says; what is not durable is synced again."""
+    """The message says that no more bytes are needed; data not yet durable is synced again."""
     failing: list[str] = []
 
     def fsync(descriptor: int) -> None:
@@ -117,7 +117,7 @@ def test_a_failed_sync_is_reported_and_retried(tmp_path: Path) -> None:
 
 
 def test_files_are_closed_without_a_standard_input(tmp_path: Path) -> None:
-    """Its first file is then number 0."""
+    """The first file that is opened then has descriptor 0."""
     before = os.dup(0)
     os.close(0)
     try:

@@ -55,7 +55,7 @@ def write_adapter(
 def random_lora_tensors(
     model: Path, modules: tuple[str, ...], rank: int = RANK
 ) -> dict[str, Tensor]:
-    """Random changes of every linear whose name ends so."""
+    """Return random LoRA matrices for every linear whose name has one of the endings."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
     for name, entry in open_checkpoint(model).entries.items():
@@ -157,7 +157,7 @@ def test_merged_weights_equal_peft(
 
 
 def test_saved_original_modules_are_ignored(tiny: Tiny, tmp_path: Path) -> None:
-    """PEFT does so with ``save_embedding_layers`` and after a change of the vocabulary."""
+    """PEFT saves them with ``save_embedding_layers`` and after a vocabulary change."""
     model = tiny("llama-wide")
     saved = {"lm_head.weight": torch.ones(load_tensors(model)["lm_head.weight"].shape)}
     saved["lm_head.original_module.weight"] = torch.zeros(3, 3)

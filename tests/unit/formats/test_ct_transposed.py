@@ -29,7 +29,7 @@ CONFIG = {"model_type": "gpt2"}
 def packed_transposed(
     scheme: str, shape: tuple[int, int]
 ) -> tuple[Any, dict[str, torch.Tensor], Any]:
-    """Return a random matrix, what files hold of it, and the weights of its config group."""
+    """Return a random matrix, its packed tensors, and the scheme of its config group."""
     tensor = random_tensor(scheme, shape)
     return tensor, pack_transposed("h.0.attn.c_attn", tensor), transposed_scheme(tensor.scheme)
 

@@ -29,7 +29,7 @@ WEIGHTS = "model.safetensors"
 
 
 def copy_with_config(source: Path, directory: Path, change: Changed = lambda _: None) -> Path:
-    """Copy a model without its manifest and files about its quantization, with a changed configuration."""
+    """Copy a model without manifest and quantization files, with a changed configuration."""
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*NAMES))
     config = json.loads((directory / "config.json").read_text())
     change(config)
@@ -38,7 +38,7 @@ def copy_with_config(source: Path, directory: Path, change: Changed = lambda _: 
 
 
 def change_tensors(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """Change the tensors of a model of one file."""
+    """Change the tensors of a single-file model."""
     tensors = load_file(model / WEIGHTS)
     change(tensors)
     save_file(tensors, model / WEIGHTS, {"format": "pt"})
@@ -312,7 +312,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 
 def with_plain_weights(format_key: str) -> Callable[[dict[str, torch.Tensor]], object]:
-    """Return what puts 16-bit weights in the place of the packed ones of a module."""
+    """Return a change that replaces the packed tensors of a module with 16-bit weights."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith(f"{DOWN}.")]:
@@ -366,7 +366,7 @@ def test_packed_modules_must_not_be_listed(packed, tmp_path):
 
 
 def test_bits_and_groups_contradicting_the_shapes_are_refused(packed, tmp_path):
-    """Twice as many codes of 2 bits in groups of 64 take the same words as those of 4 bits in groups of 32."""
+    """2-bit codes in groups of 64 would fit the same words as 4-bit codes in groups of 32."""
 
     def change(config: dict[str, Any]) -> None:
         for key in ("quantization", KEY):

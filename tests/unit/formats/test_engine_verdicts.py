@@ -123,7 +123,7 @@ def test_engine_verdicts_depend_on_model_facts(key, facts, engine, reason):
 
 
 def expert_model(*schemes):
-    """Layers of a mixture, one for each scheme, as ``engine_verdicts`` takes them."""
+    """Return a model with one expert layer for each scheme."""
     layers = {
         f"mlp.experts.{index}.up_proj": (parse_layer(scheme), (128, 256))
         for index, scheme in enumerate(schemes)

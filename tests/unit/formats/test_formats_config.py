@@ -23,7 +23,7 @@ MLP = "model.layers.{}.mlp.down_proj.weight"
 
 
 def planned_tensors(format_key, schemes, head="lm_head.weight"):
-    """Two blocks of two linears each; a scheme of None keeps the linear."""
+    """Return plans of two blocks with two linears each; a scheme of None keeps the linear."""
     names = [(name.format(block), block) for block in (0, 1) for name in (ATTENTION, MLP)]
     tensors = [kept_plan("model.embed_tokens.weight", (64, 128))]
     for (name, block), scheme in zip(names, schemes, strict=True):
@@ -115,7 +115,7 @@ def test_a_quantized_head_unties_the_model():
 
 
 def test_a_quantized_head_is_targeted_by_name():
-    """SGLang reads a head that only the class targets as unquantized."""
+    """SGLang treats a head targeted only by its class as unquantized."""
     layout_format = load_format("compressed-tensors")
     head = quantized_plan(layout_format, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
     plan = plan_of(
@@ -198,7 +198,7 @@ def test_awq_lists_kept_modules_besides_the_head():
 @pytest.mark.parametrize("key", ["gptq", "awq"])
 @pytest.mark.parametrize("stacked", [True, False])
 def test_unquantized_mixtures_are_listed_by_module(key, stacked):
-    """vLLM asks for ``experts``: a part of it in AWQ, by ``re.match`` in GPTQ."""
+    """vLLM looks up ``experts``: as a substring in AWQ, with ``re.match`` in GPTQ."""
     layout_format, mixture = load_format(key), "model.layers.{}.mlp.experts".format
     names = ["down_proj"] if stacked else ["0.down_proj.weight", "1.down_proj.weight"]
     shape = (2, 128, 128) if stacked else (128, 128)
@@ -243,7 +243,7 @@ def test_unquantized_mixtures_are_listed_by_module(key, stacked):
     ),
 )
 def test_unquantized_expert_stacks_are_listed_for_engines(key, list_key, stacks, mixture):
-    """vLLM holds them as ``experts``; of compressed-tensors it asks for parts of the first, which no file has."""
+    """vLLM looks up ``experts``, and in compressed-tensors also parts of the first expert."""
     layout_format = load_format(key)
     scheme = {"compressed-tensors": "int4:g32:sym", "fp8": "fp8:128x128", "bnb": "nf4:g64"}[key]
     tensors = [

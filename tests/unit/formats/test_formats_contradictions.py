@@ -39,7 +39,7 @@ INPUTS = {"bnb-int8": Activation("int8", "token", True, 6.0), "fp8": Activation(
 
 
 def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
-    """The format of a case, a configuration that is right, and the headers of one packed module and a plain head."""
+    """Return the format of a case, a correct configuration and the headers of a packed module and a head."""
     layout_format = load_format(case.partition("-")[0])
     scheme = parse(GRIDS[case])
     scheme = scheme.with_scale(layout_format.default_scale_type("BF16"))

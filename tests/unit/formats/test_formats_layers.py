@@ -32,7 +32,7 @@ SCHEMES = st.builds(
 
 
 def stored_config(format_key, scheme, shape):
-    """The quantization that the format writes for a model of one layer."""
+    """Return the configuration that the format writes for a model of one layer."""
     layer = quantized_plan(format_key, "model.layers.0.mlp.up_proj.weight", scheme, shape, 0)
     head = kept_plan("lm_head.weight", (8, 8))
     return json.loads(format_key.side_files(plan_of(format_key, [layer, head]), {})["config.json"])

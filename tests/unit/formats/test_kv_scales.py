@@ -102,7 +102,7 @@ def test_unobserved_or_non_finite_cache_peaks_are_refused():
 
 
 class Kept:
-    """A cache that keeps what it is given."""
+    """A fake cache that records its arguments."""
 
     length = 7
 

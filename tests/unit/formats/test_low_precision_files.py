@@ -44,7 +44,7 @@ WRITTEN = [
 def quantized_tensor(
     layer: LayerScheme, scale: ScaleType, shape: tuple[int, int] = SHAPE
 ) -> QuantizedTensor:
-    """A rounded random matrix, with a range of its input where that is static."""
+    """Return a quantized random matrix, with an input scale for static activations."""
     scheme = layer.weight.with_scale(scale)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.03
     parameters = dict(get_packer(scheme).fit(weight, scheme))
@@ -59,7 +59,7 @@ def quantized_tensor(
 
 
 def packed_module(key: str, text: str, shape: tuple[int, int] = SHAPE):
-    """A module of a format: the format, its configuration, its tensors, and what they were made of."""
+    """Return the format, its configuration, the packed tensors of a module, and their source."""
     layout_format, layer = load_format(key), parse_layer(text)
     tensor = quantized_tensor(layer, layout_format.default_scale_type("BF16"), shape)
     layer = LayerScheme(tensor.scheme, layer.input)
@@ -74,7 +74,7 @@ def packed_module(key: str, text: str, shape: tuple[int, int] = SHAPE):
 
 
 def unpack_all(format_key, config, packed):
-    """Read every module of a file; that none is found counts as an error."""
+    """Unpack every module of a file; raise an error if there is none."""
     layouts = format_key.find_layouts(config, tensor_headers(packed))
     if not layouts:
         raise InputError(f"{MODULE}: no module is left")
@@ -112,7 +112,7 @@ KINDS = [
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_odd_shapes_round_trip_or_are_refused(kinds, data, tmp_path_factory):
-    """The shape that the file records decides, where words or blocks do not tell the columns."""
+    """The recorded shape decides if words or blocks do not determine the columns."""
     key, *texts = kinds
     text = data.draw(st.sampled_from(texts))
     size = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 160, 1090]))

@@ -30,7 +30,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def round_to_fp8_tiles(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
-    """Round to e4m3 in tiles, of which the last may be smaller: codes and multipliers."""
+    """Return e4m3 codes and tile scales; the last tiles may be smaller."""
     rows, columns = weight.shape
     padded = torch.zeros(-(-rows // side) * side, -(-columns // side) * side)
     padded[:rows, :columns] = weight.float()
@@ -60,7 +60,7 @@ def load_tensors(model: Path) -> dict[str, Tensor]:
 
 
 def write_fp8_model(model: Path, directory: Path, side: int = 128) -> Path:
-    """Publish a model as DeepSeek does."""
+    """Write a model in the fp8 layout of DeepSeek."""
     tensors = {}
     for name, value in load_tensors(model).items():
         if name.endswith("proj.weight"):
@@ -72,7 +72,7 @@ def write_fp8_model(model: Path, directory: Path, side: int = 128) -> Path:
 
 
 def check_row_slices(source: Checkpoint, name: str) -> None:
-    """Any run of rows is the same part of the whole."""
+    """Check that any range of rows equals the slice of the full tensor."""
     weight = source.read(name)
     rows = len(weight)
     for first, last in ((0, 1), (rows - 1, rows), (rows // 3, rows - rows // 4), (5, 5)):
@@ -122,7 +122,7 @@ def test_an_fp8_source_is_quantized_verified_and_evaluated(tiny: Tiny, tmp_path:
 
 
 def test_fp8_sources_quantize_like_their_decoded_weights(tiny: Tiny, tmp_path: Path) -> None:
-    """The same bytes come out as from a copy of the decoded weights in float32."""
+    """The packed bytes equal those from a float32 copy of the decoded weights."""
     model = write_fp8_model(tiny("llama"), tmp_path / "m")
     source = open_plain_source(model)
     plain = shutil.copytree(
@@ -200,7 +200,7 @@ LUT = torch.cat((LUT, -LUT))
 
 
 def write_mxfp4_model(model: Path, directory: Path) -> Path:
-    """Publish a model as gpt-oss is: experts in blocks, everything else in bfloat16."""
+    """Write a model in the layout of gpt-oss: mxfp4 experts, everything else in bfloat16."""
     tensors = {}
     generator = torch.Generator().manual_seed(0)
     for name, value in load_tensors(model).items():
@@ -293,7 +293,7 @@ def test_declarations_are_derived_from_decoded_sources(tiny: Tiny, tmp_path: Pat
 
 
 def write_modelopt_model(model: Path, directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Publish a model as Model Optimizer does, in several layouts; and the weights that its formula gives."""
+    """Write a model in several Model Optimizer layouts; return also the expected weights."""
     tensors, expected = {}, {}
     generator = torch.Generator().manual_seed(0)
     for name, value in load_tensors(model).items():

@@ -47,7 +47,7 @@ def test_unsafe_or_slow_patterns_are_refused(text: str, words: str) -> None:
 
 
 def test_many_slow_matches_exhaust_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each match is within its limit; a file may hold thousands of them."""
+    """Each match is within its own limit, but a file may hold thousands of them."""
     monkeypatch.setattr(patterns, "SLOW_MATCH_BUDGET", 0.5)
 
     def match_many_times() -> None:

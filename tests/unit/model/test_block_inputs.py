@@ -19,7 +19,7 @@ ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5
 
 
 class Block(nn.Module):
-    """Block that reads the states behind the block before the last, and a mapping that blocks write."""
+    """Block that reads the output of the block before the previous one, and a shared mapping."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def _all_on_hulls(point, groups):
 
 
 def _is_on_hull(option, options):
-    """Whether some price of a byte makes an option the best of its group."""
+    """Return whether some price per byte makes the option the best of its group."""
     others = [other for other in options if other is not option]
     prices = [0.0, 1e9] + [
         (option.nats - other.nats) / (other.nbytes - option.nbytes) * factor

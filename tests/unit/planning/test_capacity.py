@@ -44,7 +44,7 @@ LLAMA_3_8B = {
 
 
 def model_layout(config: dict[str, Any]) -> ModelLayout:
-    """A model of which there is a configuration alone."""
+    """Return the layout of a model from its configuration alone."""
     family = architecture_of(config)
     assert family is not None
     sizes = family.dimensions(config)
@@ -82,7 +82,7 @@ def test_cache_sizes_equal_worked_examples(sizes, tokens, batch, expected):
 
 @pytest.mark.parametrize(("scheme", "nominal"), [(None, 14), ("int8:row", 7), ("int4:g128", 3.5)])
 def test_weight_bytes_of_a_7b_model(tmp_path, scheme, nominal):
-    """The rule of thumb leaves out that it has 6.74e9 weights, and that embedding, head and scales have 16 bits."""
+    """The rule of thumb ignores the true 6.74e9 weights and the 16-bit embedding, head and scales."""
     model = headers.llama(tmp_path / "m", **LLAMA_2_7B)
     recipe = Recipe(method="rtn", scheme=scheme) if scheme else Recipe(format="plain")
     estimate = capacity(model, Load(1), recipe=recipe)
@@ -201,7 +201,7 @@ def test_cache_size_equals_the_cache_of_transformers(family):
 
 
 def _bytes(layer: Any) -> int:
-    """Bytes of all states of a layer of transformers' cache."""
+    """Return the bytes of all states of one layer of a transformers cache."""
     parts = [*vars(layer).values()]
     parts += [part for value in parts if isinstance(value, dict) for part in value.values()]
     return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor) and part.dim() > 1)

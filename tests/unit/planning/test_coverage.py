@@ -113,7 +113,7 @@ def test_routers_are_kept_whatever_their_name(router, rows, config, tmp_path):
 
 
 def test_shared_experts_are_not_mistaken_for_routers():
-    """Two matrices of that shape side by side are no routers, nor is anything of attention."""
+    """Two matrices of that shape, and attention matrices, are not routers."""
     shapes = {"l.0.mlp.shared.gate_proj.weight": (512, 64), "l.0.mlp.shared.up_proj.weight": (512, 64),
               "l.0.self_attn.q_proj.weight": (512, 64), "l.0.mlp.gate.weight": (512, 64)}  # fmt: skip
     assert find_routers({"num_experts": 512, "num_experts_per_tok": 10}, shapes) == {
@@ -124,7 +124,7 @@ def test_shared_experts_are_not_mistaken_for_routers():
 
 
 def test_exporting_a_quantized_router_is_an_event(tmp_path):
-    """As a file that takes it for a linear layer: the same, with a configuration that does not count the experts."""
+    """The artifact is made with a configuration that does not count the experts."""
     model = write_model(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
     recipe = Recipe(scheme="int4:g32", scales="absmax")
     api.quantize(str(model), recipe, tmp_path / "a", Settings())
@@ -136,7 +136,7 @@ def test_exporting_a_quantized_router_is_an_event(tmp_path):
 
 
 def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
-    """Experts that nobody could round are an event of every export; those that somebody left alone are none."""
+    """Experts that could not be quantized are an event of every export; those kept on request are not."""
     stacked = write_model(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
     api.quantize(
         str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()

@@ -74,7 +74,7 @@ def test_incomplete_or_bad_experts_are_refused_by_name(
 
 
 def test_an_index_that_names_an_expert_twice_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    """As one key twice, and as one tensor in two files."""
+    """Once as a duplicate key, once as a tensor in two files."""
     shutil.copytree(tiny("qwen3-moe"), tmp_path / "m")
     index = tmp_path / "m" / "model.safetensors.index.json"
     text = index.read_text()

@@ -117,7 +117,7 @@ def test_model_names_are_sanitized_for_files(tmp_path, path, name):
 
 
 def test_exports_are_named_after_the_original_model(tmp_path):
-    """However long the chain of exports; of a stranger's artifact nothing is known but its name."""
+    """Through any chain of exports; for foreign artifacts only the directory name is known."""
     first = {
         "schema": SCHEMA,
         "method": "awq",

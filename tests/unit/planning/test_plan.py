@@ -100,7 +100,7 @@ def test_planned_bytes_of_a_known_model(llama):
 
 @pytest.mark.parametrize("format_key", INTEGER_FORMATS)
 def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, format_key: str) -> None:
-    """Each family in one of the formats."""
+    """Each family is planned in one of the formats."""
     for family in [*FAMILIES][INTEGER_FORMATS.index(format_key) :: len(INTEGER_FORMATS)]:
         scheme = "int4:g32:asym" if format_key == "awq" else "int4:g32:sym"
         model = tiny(family)
@@ -405,7 +405,7 @@ def test_the_vision_tower_of_a_multimodal_model_is_kept(tiny, tmp_path):
 @pytest.mark.parametrize("ignored", [(), ("*.layers.0.*",)])
 @pytest.mark.parametrize("head", ["keep", "int4:g64:sym"])
 def test_a_multimodal_model_loads_in_transformers(tiny, tmp_path, ignored, head):
-    """Its modules have other names than its tensors; a configuration has to match the modules."""
+    """Module names differ from tensor names, and the configuration must match the modules."""
     from transformers import AutoModelForImageTextToText
 
     model, out = tiny("gemma3-multimodal"), tmp_path / "out"
@@ -455,7 +455,7 @@ def test_unpackable_matrices_are_kept_with_their_fused_group(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_no_smaller_than_the_source_are_refused(llama: Path, size: int) -> None:
-    """One byte for a code and four for the scale of so many, instead of two for a weight."""
+    """One byte per code plus four per scale, against two bytes per weight."""
     with pytest.raises(RefusedError, match="nothing is gained"):
         plan(llama, scheme=f"int8:g{size}:sym:f32")
     assert plan(llama, scheme="int8:g8:sym:f32").output_bytes

@@ -93,7 +93,7 @@ def test_a_rule_for_the_blocks_does_not_reach_head_and_embedding():
 
 
 def test_a_rule_pattern_with_backtracking_is_refused():
-    """There are millions of ways to share the name out to its repetitions."""
+    """There are millions of ways to split the name among the repetitions."""
     with pytest.raises(InputError, match="takes too long for"):
         matches(r"re:(.*)(.*)(.*)(.*)\4\3\2\1x", tensor("a" * 100 + "xb"))
 

@@ -101,7 +101,7 @@ def test_estimated_work_grows_with_the_model(large: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("tiles", [False, further(True)])
 def test_expert_work_counts_only_routed_tokens(tmp_path: Path, tiles: bool) -> None:
-    """A mixture of the shape of Kimi K2 with two layers: files are holes, and a plan reads no more than headers."""
+    """Two layers with the shape of Kimi K2, in sparse files; a plan reads only headers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trillion_plan, "LAYERS", 2)
         patch.setattr(trillion_plan, "CONFIG", {**trillion_plan.CONFIG, "num_hidden_layers": 2})

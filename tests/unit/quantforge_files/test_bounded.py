@@ -96,7 +96,7 @@ JSON = st.recursive(
 
 
 def depth_and_count(value: object) -> tuple[int, int]:
-    """Depth, and separators and containers and one, of a value."""
+    """Return the nesting depth, and the number of separators and containers, of a value."""
     if not isinstance(value, dict | list):
         return 0, 0
     inner = [

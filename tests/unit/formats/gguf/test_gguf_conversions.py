@@ -59,7 +59,7 @@ def test_integers_convert_to_gguf_blocks_and_back_exactly(scheme, gguf_type, mod
     ("gguf_type", "bits"), [("Q4_1", 4), ("Q5_1", 5), ("Q4_0", 4), ("Q8_0", 8)]
 )
 def test_gguf_integer_blocks_convert_to_mlx_and_back(gguf_type, bits, models, tmp_path):
-    """The same numbers in the other terms; with a minimum in the same bytes, of which Q4_1 holds any."""
+    """The same values in the other layout; types with a minimum convert back to the same bytes."""
     from quantforge.formats.decoded import decode_checkpoint
 
     rules = (Rule("embed_tokens", f"q{gguf_type[1:].lower()}"),)  # llama-quantize would take Q6_K
@@ -80,7 +80,7 @@ def test_gguf_integer_blocks_convert_to_mlx_and_back(gguf_type, bits, models, tm
 
 
 def test_an_embedding_is_decoded_for_formats_that_cannot_hold_it(models, tmp_path):
-    """Blocks are exact; an embedding of superblocks is rounded to the type of the model, where that is accepted."""
+    """Blocks convert exactly; a superblock embedding is rounded to the model dtype only with consent."""
     from quantforge.formats.decoded import decode_checkpoint
 
     file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", "Q4_0")
@@ -151,7 +151,7 @@ def test_a_file_has_no_recipe_without_a_manifest(models, tmp_path):
 
 
 def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
-    """The codes of the linears stay what they are; what is rounded is said first, recorded, and can be kept."""
+    """Codes of linears do not change; the rounding is announced, recorded and can be switched off."""
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **WIDE)
     name = "model.embed_tokens.weight"
     source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
@@ -182,7 +182,7 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
 
 
 def test_export_does_not_round_untied_or_quantized_embeddings(models, tmp_path):
-    """A head of its own and the embedding beside it, and an embedding that has codes already."""
+    """An untied head with its embedding, and an embedding that is quantized already."""
     untied = quantize_model(
         models("llama", dtype=torch.float16, **WIDE), tmp_path / "a", "int4:g32:sym"
     )
@@ -230,7 +230,7 @@ def test_requantization_uses_the_source_or_is_an_event(models, tmp_path):
 
 
 def test_refused_quantized_files_get_a_command_that_works(models, tmp_path, capsys, monkeypatch):
-    """The tokenizer that calibration reads, and the files of the result, come from the keys of the file."""
+    """Tokenizer and side files are read from the metadata keys of the GGUF file."""
     monkeypatch.chdir(tmp_path)
     export(models("llama-tied", **WIDE), Path("m.gguf"), "Q4_K_S")
     small = ("--samples", 4, "--length", 24)  # scales are searched, for which rows are read
@@ -285,7 +285,7 @@ def test_a_sentencepiece_tokenizer_round_trips_through_gguf(prefix, models, tmp_
 
 
 def sentencepiece_file(**changes: object) -> GgufFile:
-    """Keys of a sentencepiece vocabulary whose first token is unused."""
+    """Return metadata of a sentencepiece vocabulary whose first token is marked unused."""
     tokens = ["<s>", "</s>", "a", "b", "ab"]
     values = {"model": "llama", "tokens": tokens, "token_type": [5, 3, 1, 1, 1], "scores": [0.0] * 5,
               "bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
@@ -441,7 +441,7 @@ def test_iq3_s_blocks_are_decoded_for_plain_exports(tmp_path, models):
 
 
 def test_quantize_export_and_eval_read_each_others_results(tmp_path, capsys):
-    """Quantize, export, evaluate: each result is the input of the next; a file is a model like any other."""
+    """Each result is the input of the next command; a GGUF file is accepted as a model."""
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.bfloat16, **WIDE)
     a, b, c = (tmp_path / name for name in ("a", "b.gguf", "c.gguf"))
     text = tmp_path / "text.txt"

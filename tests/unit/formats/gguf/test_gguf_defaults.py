@@ -41,7 +41,7 @@ def test_missing_config_keys_take_transformers_defaults(tiny: Tiny, family: str)
 
 
 def test_a_missing_rope_type_is_default(tiny: Tiny) -> None:
-    """As in transformers, once a base is stated."""
+    """Like in transformers, if ``rope_theta`` is given."""
     bases = {word: {"rope_theta": 1e4} for word in ("sliding_attention", "full_attention")}
     plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
     translated = [

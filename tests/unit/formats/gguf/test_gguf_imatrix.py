@@ -86,7 +86,7 @@ def test_the_gguf_imatrix_layout_matches_llama_cpp(tmp_path):
 
 
 def write_imatrix_by_gguf_py(path, tensors, **keys):
-    """A file as llama-imatrix writes it: numpy arrays by name, which gguf-py lays out."""
+    """Write a file with gguf-py as llama-imatrix does, from numpy arrays by name."""
     writer = gguf.GGUFWriter(path, "")
     for key, number in keys.items():
         writer.add_uint16(f"split.{key}", number)
@@ -333,7 +333,7 @@ IMATRIX_RECIPE = Recipe(
 
 
 def write_imatrix_of_blocks(path, blocks, *others):
-    """Importance of every matrix of so many blocks of `model`, which has 3, and of further names."""
+    """Write importance of every matrix of the first ``blocks`` blocks, and of the other names."""
     entries = {name: WeightImportance(torch.ones(1, 4), 7) for name in others}
     for block in range(blocks):
         for name, width in WIDTHS.items():

@@ -47,7 +47,7 @@ def complete_config(name: str, **changes: object) -> dict[str, Any]:
 
 
 def test_derived_families_do_not_share_a_gguf_declaration() -> None:
-    """`replace` hands on what a family declares; only wholes beside a tower are what their decoder is."""
+    """Families derived with `replace` would inherit it; only multimodal wrappers may share it."""
     homes: dict[int, list[str]] = {}
     for name in declared_families():
         declared = architecture_of({"model_type": name})
@@ -63,7 +63,7 @@ def test_derived_families_do_not_share_a_gguf_declaration() -> None:
 
 
 def translation_or_error(config: Mapping[str, Any]) -> object:
-    """Return what becomes of a configuration: what is written of it, or why it is refused."""
+    """Return the GGUF translation of a configuration, or the error message."""
     try:
         parameters, declared = translate_parameters(config), architecture_of(config)
         assert declared is not None
@@ -81,7 +81,7 @@ def translation_or_error(config: Mapping[str, Any]) -> object:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_config_key_of_transformers_is_read_or_listed(name: str) -> None:
-    """A new key of transformers is not overlooked: it is either read here, or said to change nothing."""
+    """Each key either changes the translation or is listed as without effect."""
     config = complete_config(name)
     plain = translation_or_error(config)
     assert not isinstance(plain, str), plain

@@ -30,7 +30,7 @@ from tests.unit.formats.gguf.test_gguf_reader import (
 
 
 def read(path: Path, data: bytes, size: int = 0) -> reader.GgufFile:
-    """Read ``data``, with zeros behind it up to ``size``, which take no room."""
+    """Read ``data``, extended with sparse zeros to ``size`` bytes."""
     path.write_bytes(data)
     os.truncate(path, max(size, len(data)))
     return read_gguf(path)
@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_gguf_file_may_be_empty(path):
-    """A header alone, with the padding that writers add to it or without."""
+    """A header alone, with or without the padding that writers add."""
     for size in (24, 32):
         assert read(path, header(0, 0), size).tensors == {}
     assert "bytes after" in error_message(path, header(0, 0), 33)
@@ -64,7 +64,7 @@ def test_a_gguf_file_may_be_empty(path):
     ],
 )  # fmt: skip
 def test_tensor_and_key_counts_are_limited_by_the_file_size(path, tensors, keys, size, refused):
-    """The zeros behind the header are a first key or name of no bytes, if it comes to that."""
+    """If the counts are accepted, the zeros after the header are read as an empty first name."""
     message = f"{tensors} tensors in" if tensors else f"{keys} keys in"
     assert (message in error_message(path, header(tensors, keys), 24 + size)) == refused
 
@@ -110,7 +110,7 @@ def test_the_gguf_header_size_is_limited(path, monkeypatch):
 
 
 def test_strings_across_read_chunks_are_read(path, monkeypatch):
-    """Strings that end with a run, go over its end, are longer than one, and begin one."""
+    """Strings that end at, cross, exceed and begin at a chunk boundary."""
     monkeypatch.setattr(reader, "_READ_BYTES", 64)
     texts = ["a" * n for n in (*range(40), 63, 64, 65, 200, 3)]
     keys = b"".join(key(f"k{n}", 8, string(text)) for n, text in enumerate(texts))
@@ -197,7 +197,7 @@ def test_gguf_files_are_recognized_by_their_header(path):
 
 
 def write_parts(path: Path, *splits: tuple[int, int]) -> Path:
-    """A file for every (``split.no``, ``split.count``), numbered as they come."""
+    """Write one numbered file for each (``split.no``, ``split.count``)."""
     for n, (number, count) in enumerate(splits):
         keys = {"split.no": u32_value(number), "split.count": u32_value(count)}
         name = f"m-{n + 1:05}-of-{len(splits):05}.gguf"

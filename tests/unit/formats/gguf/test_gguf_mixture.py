@@ -31,7 +31,7 @@ def tensors(
 
 
 def type_digits(chosen: dict[str, str], layer: str) -> str:
-    """Types of one layer over all blocks: 4 for Q4_K, ... and 0 for Q8_0."""
+    """Return the types of one layer in all blocks as digits: 4 for Q4_K, 0 for Q8_0."""
     types = {name: gguf_type for name, gguf_type in chosen.items() if f".{layer}." in name}
     return "".join(types[name].replace("Q8_0", "0")[1 if types[name] != "Q8_0" else 0]
                    for name in sorted(types, key=file_order))  # fmt: skip

@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 
 def random_imatrix(path):
-    """Random mean squares for every matrix of the blocks, one for each expert, with columns that nothing reached."""
+    """Return random mean squares for every block matrix and expert, some of them zero."""
     generator = torch.Generator().manual_seed(0)
     entries = {}
     for name, tensor in read_gguf(path).tensors.items():
@@ -45,7 +45,7 @@ def random_imatrix(path):
 
 
 def blocks_by_ggml(tensor, plain, importance):
-    """The bytes of ``tensor`` made by the library from the same weights in float32."""
+    """Return the bytes that ggml makes of ``tensor`` from its float32 weights."""
     weights = read_tensor(plain.raw()).view(plain.shape)
     if tensor.type == "F32":
         return weights.numpy().tobytes()

@@ -229,7 +229,7 @@ def test_an_epsilon_is_a_small_number(models, tmp_path, value):
 
 
 def test_unsupported_gguf_head_and_input_schemes_are_refused(models):
-    """A tied head is no tensor of its own there, and the inputs of no layer are quantized."""
+    """GGUF stores no separate tied head and no quantized layer inputs."""
     tied = str(models("llama-tied"))
     for head, embedding in (("q8_0", "keep"), ("q8_0", "q6_k")):
         with pytest.raises(InputError, match="--lm-head q8_0: the head is tied to the embedding"):

@@ -35,7 +35,7 @@ IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14,
 
 
 def with_weights(model: Any, source: Checkpoint, *, transposed: bool) -> Any:
-    """A model of transformers with the weights of a checkpoint that has experts one by one."""
+    """Load the weights of a checkpoint with unstacked experts into a transformers model."""
     expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
     plain, experts = dict[str, torch.Tensor](), dict[tuple[str, str], dict[int, torch.Tensor]]()
     for name in source.entries:
@@ -82,7 +82,7 @@ def test_loaded_gguf_files_compute_the_logits_of_transformers(
 
 
 def copy_with_scaled_tensor(file: Path, tensor: str) -> Path:
-    """A copy without a manifest, in which the first quarter of a tensor is scaled."""
+    """Copy a file without its manifest, with the first quarter of a tensor scaled."""
     entry, data = read_gguf(file).tensors[tensor], bytearray(file.read_bytes())
     size = max(4, (entry.end - entry.start) // 16 * 4)
     part = slice(entry.start, entry.start + size)
@@ -127,7 +127,7 @@ def test_verify_and_eval_accept_llama4_gguf_files(
 
 
 def with_changed_keys(file: GgufFile, **values: Any) -> GgufFile:
-    """A file with other values of keys of its architecture; None: without them."""
+    """Return the file with changed architecture keys; None removes a key."""
     arch = file.value("general.architecture", str)
     metadata = dict(file.metadata)
     for key, value in values.items():
@@ -193,7 +193,7 @@ def test_llama4_rope_parameters_round_trip_through_gguf(
 def test_fused_gate_up_expert_tensors_are_split(
     gguf_type: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """As llama.cpp's converter writes the experts of Gemma 4."""
+    """llama.cpp's converter writes the experts of Gemma 4 like this."""
     pytest.importorskip("xllamacpp")
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
@@ -222,7 +222,7 @@ def test_expert_stacks_of_unexpected_shape_are_refused(
 
 
 def copy_with_fused_experts(file: Path, out: Path) -> Path:
-    """A copy of a file, made by gguf's own writer, with gate and up of experts in one tensor."""
+    """Copy a file with gguf-py, with gate and up projections of experts in one tensor."""
     import gguf
 
     read = gguf.GGUFReader(file)
@@ -252,7 +252,7 @@ def copy_with_fused_experts(file: Path, out: Path) -> Path:
 def test_decoding_experts_one_by_one_is_refused_for_stacked_families(
     name: str, gguf_type: str, tmp_path: Path
 ) -> None:
-    """Stock transformers would load random experts, and say so in a warning alone."""
+    """transformers would initialize such experts randomly, with only a warning."""
     model = gguf_models.make(name, tmp_path / "m")
     export(model, tmp_path / "q.gguf", gguf_type)
     recipe = Recipe(format="plain")

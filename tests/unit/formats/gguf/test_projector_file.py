@@ -44,13 +44,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def export_projector(model: Path, out: Path) -> Path:
-    """The tower's file beside an exported model."""
+    """Export a model and return the path of its vision tower file."""
     export(model, out, mmproj=True)
     return out.with_name(f"mmproj-{out.stem}-F16.gguf")
 
 
 def expected_gguf_name(name: str, family: str) -> str:
-    """What gguf's own map calls a tensor of a checkpoint of a family, "" where it has no name for it."""
+    """Return the name that gguf-py's map gives a checkpoint tensor, or "" if it has none."""
     module, _, end = name.removeprefix("model.").rpartition(".")
     mapping = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     if family == "gemma4":
@@ -177,7 +177,7 @@ def test_image_mean_and_std_come_from_the_processor(models, tmp_path):
 
 
 def test_published_tower_tensor_names_are_known(models, tmp_path):
-    """Gemma's files hold the tower one module deeper, and transformers has saved all of it below ``model``."""
+    """Gemma's files nest the tower one module deeper; transformers also saves it below ``model``."""
     first = export_projector(models["gemma3"], tmp_path / "x.gguf").read_bytes()
     for old, new in (
         ("vision_tower.", "vision_tower.vision_model."),
@@ -193,7 +193,7 @@ def test_published_tower_tensor_names_are_known(models, tmp_path):
 def copy_with_changed_tensors(
     model: Path, path: Path, name, change=lambda tensors: tensors
 ) -> Path:
-    """A copy of a model whose tensors have other names, or are others."""
+    """Copy a model with renamed or changed tensors."""
     path = changed(model, path, "config.json")
     tensors = {name(key): value for key, value in load_file(path / "model.safetensors").items()}
     save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
@@ -426,7 +426,7 @@ def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsy
 
 
 def stop_at_announced_plan(plan):
-    """Stop where a dry run does, when the plan of an export is told."""
+    """Check the announced plan of an export, then stop like a dry run."""
     assert any("--mmproj writes it" in tensor.rule for tensor in plan.tensors)
     raise StopError
 

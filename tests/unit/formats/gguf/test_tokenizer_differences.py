@@ -27,7 +27,7 @@ PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 
 
 class Case(NamedTuple):
-    """A change of a tokenizer: of which base, what comes of it, and a text that llama.cpp cuts otherwise."""
+    """A tokenizer change: its base, the expected event, and a text that llama.cpp splits differently."""
 
     base: str
     change: Change
@@ -70,7 +70,7 @@ def special(name: str) -> dict[str, Any]:
 
 
 def template(*items: dict[str, Any], **ids: int) -> Change:
-    """A post-processor; ``ids`` of <s> and </s> as the base has them."""
+    """Return a change to a template post-processor; ``ids`` override those of <s> and </s>."""
     numbers = {"<s>": 0, "</s>": 1, **ids}
     special_tokens = {
         name: {"id": name, "ids": [number], "tokens": [name]} for name, number in numbers.items()
@@ -103,7 +103,7 @@ def repeated(it: dict[str, Any]) -> None:
 
 
 def with_merges_apart(it: dict[str, Any]) -> None:
-    """Move one of the merges of a piece that has several behind all others."""
+    """Move one of several merges of the same piece to the end of the list."""
     merges = it["model"]["merges"]
     joined = ["".join(pair) for pair in merges]
     merges.append(merges.pop(next(n for n, piece in enumerate(joined) if joined.count(piece) > 1)))
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 def write_tokenizer(case: Case, directory: Path) -> dict[str, Any]:
-    """Write the tokenizer of a case into a directory that may hold a model; return it."""
+    """Write the tokenizer of a case into a directory and return it."""
     base = (
         gguf_models.sentencepiece_tokenizer(prefix=case.base == "prefix")
         if case.base in {"prefix", "pieces"}
@@ -271,7 +271,7 @@ def test_phi3_names_give_an_event_about_dropped_spaces(tmp_path: Path) -> None:
 
 
 def test_added_tokens_have_the_ids_of_tokenizers(tmp_path: Path) -> None:
-    """Which reads no id of one that is no piece; two that it gives one id cannot be carried."""
+    """The library ignores stated ids; two tokens with one id cannot be represented."""
 
     def numbered(it: dict[str, Any]) -> None:
         for number, text in ((900, "<x>"), (3, "<y>"), (7, "the"), (901, "<x>"), (5, "")):
@@ -284,7 +284,7 @@ def test_added_tokens_have_the_ids_of_tokenizers(tmp_path: Path) -> None:
 
 
 def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
-    """Pieces of the vocabulary that tokenizer.json does not add, and flags that it states otherwise."""
+    """Tokens added by tokenizer_config.json only, and flags that it changes."""
     from transformers import PreTrainedTokenizerFast
 
     flags = {"rstrip": False, "single_word": False, "normalized": False}
@@ -329,7 +329,7 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
 def test_tokenizer_events_agree_with_llama_cpp(
     name: str, models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Without an event on every text; where there is one, the witness is cut otherwise."""
+    """Without an event all texts are tokenized alike; with one, the witness text is not."""
     pytest.importorskip("xllamacpp")
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
