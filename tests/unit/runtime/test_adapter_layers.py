@@ -54,7 +54,7 @@ def base(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     return model, out
 
 
-def test_it_is_measured_with_the_model(
+def test_eval_includes_the_adapter(
     base: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, quantized = base
@@ -72,7 +72,7 @@ def test_it_is_measured_with_the_model(
     assert row["decode_tokens_per_second"] is None  # no engine was asked
 
 
-def test_what_it_cannot_be_put_on_is_refused(
+def test_incompatible_adapters_are_refused(
     tiny: Tiny, base: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, quantized = base

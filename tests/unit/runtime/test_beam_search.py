@@ -66,7 +66,7 @@ def theirs(
         (False, 4, -1.0, 24), (True, 4, 0.0, 24), ("never", 4, 0.0, 24),
     ],
 )  # fmt: skip
-def test_it_finds_what_transformers_finds(
+def test_beam_search_equals_transformers(
     early: Any, beams: int, penalty: float, new_tokens: int
 ) -> None:
     options = BeamOptions(beams, penalty, early)
@@ -89,7 +89,7 @@ def test_it_finds_what_transformers_finds(
 
 
 @pytest.mark.tokens
-def test_one_beam_is_greedy() -> None:
+def test_one_beam_equals_greedy_decoding() -> None:
     from quantforge.runtime.decoding import generate_tokens
     from quantforge.runtime.generation_options import Sampling
 
@@ -99,7 +99,7 @@ def test_one_beam_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "int4"])
-def test_caches_follow_the_beams(kind: str) -> None:
+def test_caches_are_reordered_with_the_beams(kind: str) -> None:
     """Scores of beams that changed rows many times are those of their tokens computed anew, in the same cache."""
     options = BeamOptions(4, 0.0, "never")
     long = tuple(range(40, 100))  # a border of pages is crossed
@@ -114,7 +114,7 @@ def test_caches_follow_the_beams(kind: str) -> None:
 
 
 @pytest.mark.tokens
-def test_the_other_engine_finds_the_same() -> None:
+def test_both_engines_find_the_same_beams() -> None:
     options = BeamOptions(3, 1.0, True)
     own = beam_search(DecoderEngine(Decoder(demo())), PROMPT, 24, options, frozenset({11}))
     two = beam_search(TransformersEngine(demo()), PROMPT, 24, options, frozenset({11}))
@@ -122,7 +122,7 @@ def test_the_other_engine_finds_the_same() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "lfm2", "falcon-h1"])
-def test_caches_of_transformers_follow_too(tiny: Tiny, family: str) -> None:
+def test_transformers_caches_are_reordered_with_the_beams(tiny: Tiny, family: str) -> None:
     """Those with states of convolutions and of Mamba as well."""
     model = load(tiny(family), "cpu", torch.float32).model
     result = beam_search(TransformersEngine(model), (5, 6, 7), 8, BeamOptions(3, 0.0, "never"))
@@ -152,7 +152,7 @@ class Table:
         pass
 
 
-def test_two_beams_find_what_the_greedy_one_misses() -> None:
+def test_two_beams_find_a_likelier_text_than_greedy() -> None:
     """0.5 then 0.4 is less likely than 0.4 then 0.9."""
     chances = [[1e-9, 0.5, 0.4, 0.1], [0.4, 0.2, 0.2, 0.2], [0.9, 0.04, 0.03, 0.03], [0.25] * 4]
     table = Table(torch.tensor(chances).log().tolist())
@@ -165,7 +165,7 @@ def test_two_beams_find_what_the_greedy_one_misses() -> None:
     assert second.tokens == (1, 0)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_too_many_beams_and_nan_logits_are_refused() -> None:
     with pytest.raises(InputError, match="3 beams need 6 tokens"):
         beam_search(Table([[0.0] * 4] * 4), [0], 2, BeamOptions(3))
     with pytest.raises(InputError, match="is nan"):
@@ -177,6 +177,6 @@ def test_what_does_not_fit_is_refused() -> None:
     [{"beams": 0}, {"beams": 65}, {"beams": True}, {"length_penalty": float("nan")}, {"length_penalty": 11},
      {"early_stopping": 1}, {"early_stopping": "sometimes"}, {"early_stopping": None}],
 )  # fmt: skip
-def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_beam_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         BeamOptions(**wrong)

@@ -107,7 +107,7 @@ def test_logits_are_those_of_transformers(models, family, cuts):
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 @pytest.mark.parametrize("scheme", ["int4:g32:sym", "int8:row:sym"])
-def test_packed_experts_are_decoded_with(tiny, tmp_path, family, scheme):
+def test_decoder_computes_packed_experts(tiny, tmp_path, family, scheme):
     """Several sequences at once and one by one; what a step computes does not depend on what others ask."""
     quantize(str(tiny(family)), Recipe(scheme=scheme, scales="absmax"), tmp_path / "q", Settings())
     model = load(tmp_path / "q").model
@@ -149,7 +149,7 @@ def test_scaled_rotary_embeddings(scaling):
     ("family", ["llama", "qwen2", "gemma2", "phi3"]),
     ("scheme", [None, "int4:g32:sym", "int3:g32:asym"]),
 )
-def test_layers_with_the_same_input_are_multiplied_as_one(tiny, tmp_path, family, scheme):
+def test_layers_with_the_same_input_are_joined(tiny, tmp_path, family, scheme):
     path = tiny(family)
     if scheme is not None:
         quantize(str(path), Recipe(scheme=scheme, scales="absmax"), tmp_path / "q", Settings())
@@ -196,7 +196,7 @@ LOSSES = {
     ("kind", LOSSES),
     ("family", ["llama", "qwen3"]),
 )
-def test_quantized_caches_lose_little(models, family, kind):
+def test_quantized_cache_error_is_within_bounds(models, family, kind):
     model, expected = models(family)
     decoder = Decoder(model)
     at_once = logits_of(decoder, filled(decoder, kind), ())
@@ -210,7 +210,7 @@ def test_quantized_caches_lose_little(models, family, kind):
     ("kind", "expected"),
     [("", 256), ("int8", 132), ("fp8", 132), ("int4", 80), ("k=int8,v=int4", 106)],
 )
-def test_bytes_of_a_token(kind, expected):
+def test_cache_bytes_per_token(kind, expected):
     """Of 64 channels: 2 bytes each; 1 byte and one scale; half a byte and two pairs of 2 + 2 bytes."""
     shape = CacheShape(3, 2, 64, kind, torch.bfloat16)
     assert shape.token_bytes == 3 * 2 * expected
@@ -225,7 +225,7 @@ def test_bytes_of_a_token(kind, expected):
     ("kind", ["int8", "fp8", "int4"]),
     ("head", [64, 32, 80]),
 )
-def test_cached_values_are_within_half_a_step(kind, head):
+def test_cached_values_round_within_half_a_step(kind, head):
     x = torch.randn(5, 3, head, generator=torch.Generator().manual_seed(1))
     result = kv.decode(kv.encode(x, kind), torch.float32)
     run = channels_per_scale(head, kind)
@@ -237,7 +237,7 @@ def test_cached_values_are_within_half_a_step(kind, head):
     assert kv.decode(kv.encode(torch.zeros(2, head), kind), torch.float32).eq(0).all()
 
 
-def test_pages_are_taken_and_given_back():
+def test_pages_are_allocated_and_released():
     paged_cache = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE_SIZE, CPU, pages=6)
     paged_cache.reserve(0, PAGE_SIZE + 1)
     paged_cache.reserve(1, 4 * PAGE_SIZE)
@@ -252,7 +252,7 @@ def test_pages_are_taken_and_given_back():
         paged_cache.reserve(2, 4 * PAGE_SIZE + 1)
 
 
-def test_sequences_do_not_see_each_other(models):
+def test_sequences_are_independent(models):
     model, expected = models("llama")
     decoder = Decoder(model)
     paged_cache = decoder.cache(2, 100)
@@ -266,7 +266,7 @@ def test_sequences_do_not_see_each_other(models):
     ("kind", ["", "int8", "int4", "k=int8,v=int4"]),
     ("window", [0, 20, 200]),
 )
-def test_even_sequences_attend_as_the_definition_says(kind, window):
+def test_attention_of_equal_lengths_equals_the_definition(kind, window):
     paged_cache = PagedCache(CacheShape(1, 2, 64, kind, torch.float32), 3, 100, CPU)
     for part in (
         part
@@ -294,7 +294,7 @@ def test_even_sequences_attend_as_the_definition_says(kind, window):
 
 
 @pytest.mark.tokens
-def test_greedy_continuations_are_those_of_the_logits(models):
+def test_greedy_tokens_follow_the_logits(models):
     model, _ = models("llama")
     decoder = Decoder(model)
     result = generate(
@@ -335,7 +335,7 @@ def packed(tiny, tmp_path_factory):
         *((*pair, "re:.*(v_proj|down_proj)") for pair in zip(RECORDED, CACHES[::-1], strict=True)),
     ],
 )
-def test_steps_that_are_recorded_compute_the_same(packed, family, cached, ignored):
+def test_recorded_steps_give_the_same_logits(packed, family, cached, ignored):
     sequences, kind = cached
     decoder = Decoder(packed(family, ignored))
     results = []
@@ -352,7 +352,7 @@ def test_steps_that_are_recorded_compute_the_same(packed, family, cached, ignore
 
 
 @torch.inference_mode()
-def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
+def test_steps_computed_by_torch_are_not_recorded(models, monkeypatch):
     """So many rows of a dense layer are torch's."""
     monkeypatch.setattr(layer_launchers, "max_linear_rows", lambda *_: 8)
     decoder, results = Decoder(models("mistral")[0]), []
@@ -366,7 +366,7 @@ def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_prompts_are_cut_into_chunks(models, monkeypatch):
+def test_prefill_splits_prompts_into_chunks(models, monkeypatch):
     from quantforge.runtime import decoding as module
 
     model, expected = models("llama")
@@ -387,7 +387,7 @@ def test_prompts_are_cut_into_chunks(models, monkeypatch):
     assert paged_cache.length(1) == 71
 
 
-def test_caches_that_make_no_sense_are_refused(models):
+def test_invalid_caches_are_refused(models):
     decoder = Decoder(models("llama")[0])
     with pytest.raises(UsageError, match="int5"):
         decoder.cache(1, 10, "int5")
@@ -396,7 +396,7 @@ def test_caches_that_make_no_sense_are_refused(models):
         prefill(decoder, IDS, paged_cache, 5)
 
 
-def test_logits_that_are_no_numbers_are_an_error(tiny):
+def test_non_finite_logits_are_an_error(tiny):
     model = load(tiny("llama")).model
     model.model.norm.weight[0] = float("inf")
     with pytest.raises(InputError, match=r"is nan|is -?inf"):

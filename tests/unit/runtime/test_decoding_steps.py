@@ -62,7 +62,7 @@ def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
         assert all(step.recorded is not None for _, step in steps.values())
 
 
-def test_numbers_of_rows_are_rounded_up_to_a_few():
+def test_batch_sizes_are_padded_to_few_values():
     numbers = [padded_batch_size(rows) for rows in range(1, 65)]
     assert all(number >= rows for rows, number in enumerate(numbers, 1))
     assert sorted(set(numbers)) == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]

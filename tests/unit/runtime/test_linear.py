@@ -87,7 +87,7 @@ def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
     ),
     ("vectors", [True, False]),
 )
-def test_bfloat16_uses_programs_where_there_are_vectors(scheme, vectors, monkeypatch):
+def test_bfloat16_uses_cpu_programs_with_vector_units(scheme, vectors, monkeypatch):
     if not vectors:
         monkeypatch.setattr(packed_integers, "best_instruction_set", lambda: None)
     kernel = (
@@ -118,7 +118,7 @@ def test_plain_models_load_to_the_same_logits(tiny, family):
     assert loaded.weight_bytes == weights * bits // 8
 
 
-def test_of_a_multimodal_model_the_text_tower_is_loaded(tiny):
+def test_multimodal_model_loads_its_text_tower(tiny):
     from transformers import AutoModelForImageTextToText
 
     path = tiny("gemma3-multimodal")
@@ -133,7 +133,7 @@ def test_of_a_multimodal_model_the_text_tower_is_loaded(tiny):
      ("gemma2", "compressed-tensors"), ("phi3", "gptq"), ("gpt2", "compressed-tensors"),
      ("opt", "compressed-tensors")],
 )  # fmt: skip
-def test_quantized_models_compute_what_their_codes_say(tiny, quantized, family, format_key):
+def test_quantized_models_equal_their_decoded_weights(tiny, quantized, family, format_key):
     path = quantized(family, format_key, FORMATS[format_key])
     loaded = load(path)
     assert loaded.format == format_key
@@ -200,7 +200,7 @@ def test_packed_linears_hold_at_most_a_tenth_more_than_the_files(quantized, dtyp
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
-def test_activations_of_eight_bits_are_a_choice(quantized):
+def test_eight_bit_activations_are_optional(quantized):
     path = quantized("llama", "compressed-tensors", "int4:g32:sym")
     with torch.inference_mode():
         exact, rounded = (
@@ -243,7 +243,7 @@ def test_tied_heads_stay_tied(tiny):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_a_nan_is_refused_with_its_place(tiny, tmp_path):
+def test_nan_weight_is_refused_with_its_position(tiny, tmp_path):
     def change(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
 
@@ -260,7 +260,7 @@ def test_a_nan_scale_is_refused(quantized, tmp_path):
         load(spoil(source, tmp_path, change))
 
 
-def test_a_missing_tensor_is_never_made_up(tiny, tmp_path):
+def test_missing_tensor_is_refused(tiny, tmp_path):
     def change(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]
 
@@ -268,7 +268,7 @@ def test_a_missing_tensor_is_never_made_up(tiny, tmp_path):
         load(spoil(tiny("llama-tied"), tmp_path, change))
 
 
-def test_a_family_that_is_not_declared_is_filled_completely_or_refused(tmp_path):
+def test_undeclared_family_loads_completely_or_is_refused(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model("persimmon", **{**SIZES, "num_hidden_layers": 1})
@@ -292,7 +292,7 @@ def test_a_family_that_is_not_declared_is_filled_completely_or_refused(tmp_path)
         load(spoil(tmp_path, tmp_path / "added", add))
 
 
-def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monkeypatch):
+def test_failing_kernel_is_an_event_and_listed(quantized, monkeypatch):
     def broken(*_):
         raise RuntimeError("ptxas: no such register")
 
@@ -311,7 +311,7 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
 
 
 @pytest.mark.parametrize("limit", [linear.MAX_DECODED_BYTES, 0])
-def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch, limit):
+def test_small_weights_are_decoded_once(monkeypatch, limit):
     tensor = random_tensor("int4:g32:sym", (48, 64))
     monkeypatch.setattr(linear, "select_kernel", lambda _: fallback.KERNEL)
     layer = PackedLinear(tensor, None, torch.float32, CPU)

@@ -61,14 +61,14 @@ def test_a_stop_string_ends_the_text_before_it(
     assert engine.steps == len(choice.tokens) + (result is None)  # nothing is computed behind it
 
 
-def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
+def test_stop_string_may_be_included_in_the_text(tiny: Tiny) -> None:
     limits = CompletionOptions(100, stop=("世",), include_stop=True)
     pieces, answer, _ = answer_of(["one 世界 two"], tiny, limits)
     assert "".join(pieces) == "one 世"
     assert answer.generated().choices[0].stop == "世"
 
 
-def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
+def test_incomplete_character_can_match_a_stop_string(tiny: Tiny) -> None:
     """It becomes U+FFFD when nothing follows."""
     first = len(tokenizer_at(tiny("llama")).encode_with_special_tokens("a 世")) - 1
     limits = CompletionOptions(first, stop=("\ufffd",))
@@ -77,7 +77,7 @@ def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
     assert "".join(pieces).strip() == "a"
 
 
-def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
+def test_several_choices_end_independently(tiny: Tiny) -> None:
     limits = CompletionOptions(100, Sampling(0.01), stop=("!",), n=3)
     pieces, answer, engine = answer_of(["one ! two", "three", "a rather long one"], tiny, limits)
     result = answer.generated()
@@ -89,7 +89,7 @@ def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
     assert result.steps == sum(lengths) + 2 - 3  # tokens that end a text are computed too
 
 
-def test_an_answer_that_nobody_waited_for_was_interrupted(tiny: Tiny) -> None:
+def test_abandoned_stream_counts_as_interrupted(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
     side = TextProcessor(tokenizer, None, frozenset(), 1000)
     engine = Fixed([[token] for token in tokenizer.encode_with_special_tokens("one two three")])
@@ -133,7 +133,7 @@ def test_log_probabilities_are_those_of_transformers() -> None:
 
 
 @pytest.mark.tokens
-def test_several_answers_are_those_of_their_seeds() -> None:
+def test_several_choices_equal_single_runs_with_their_seeds() -> None:
     loaded = quantforge.load(DEMO)
     options: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
     result = quantforge.generate(loaded, "import", n=3, seed=8, **options)
@@ -145,7 +145,7 @@ def test_several_answers_are_those_of_their_seeds() -> None:
 
 
 @pytest.mark.tokens
-def test_beams_are_answers_with_scores() -> None:
+def test_beams_are_choices_with_scores() -> None:
     loaded = quantforge.load(DEMO)
     options: Any = {"raw": True, "max_tokens": 12}
     greedy = quantforge.generate(loaded, "import", logprobs=0, **options)
@@ -180,9 +180,7 @@ def test_beams_are_answers_with_scores() -> None:
         ({"include_stop": 1}, "include_stop = 1"),
     ],
 )
-def test_rules_that_contradict_each_other_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
+def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         completion_options(5, options)
     assert message in caught.value.message

@@ -68,7 +68,7 @@ def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
     ("family", [*MIXTURES, "llama4"]),
     ("format_key, scheme", [(f, s) for f, all_ in FORMS.items() for s in all_]),
 )
-def test_packed_experts_compute_what_decoded_ones_do(quantized, family, format_key, scheme):
+def test_packed_experts_equal_decoded_experts(quantized, family, format_key, scheme):
     path = quantized(family, format_key, scheme)
     packed, ours = logits(path, True)
     decoded, expected = logits(path, False)
@@ -80,7 +80,7 @@ def test_packed_experts_compute_what_decoded_ones_do(quantized, family, format_k
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_of_several_schemes_are_multiplied_one_by_one(quantized, family):
+def test_experts_of_mixed_schemes_are_separate(quantized, family):
     rules = (Rule("*layers.0*experts.2.*", "int8:g32:sym"), Rule("*layers.2*experts.1.*", "keep"))
     path = quantized(family, "compressed-tensors", "int4:g32:sym", rules)
     loaded, ours = logits(path, True)
@@ -97,7 +97,7 @@ def test_experts_of_several_schemes_are_multiplied_one_by_one(quantized, family)
         ("int4:g32:sym+int8:g32:dynamic", SeparateStack),
     ],
 )
-def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
+def test_expert_inputs_are_rounded_as_the_scheme_says(layer, kind):
     """As those of single linear layers; what no product rounds on the way is rounded before it."""
     scheme = parse_layer(layer)
     weights = [random_tensor(f"{scheme.weight}:f32", (24, 64), seed) for seed in range(3)]
@@ -118,14 +118,14 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
     assert (plain(x, ExpertRouting(index, 3)).view(9, 2, 24) - result).abs().max() > 1e-3
 
 
-def test_inputs_that_are_rounded_are_not_dropped_where_experts_are_decoded(quantized):
+def test_decoding_experts_with_rounded_inputs_is_refused(quantized):
     path = quantized("mixtral", "compressed-tensors", "W8A8")
     with pytest.raises(RefusedError, match="its inputs are rounded"):
         logits(path, False)
     assert logits(path, True)[1].isfinite().all()
 
 
-def test_a_token_reads_its_experts_alone(quantized):
+def test_bytes_per_token_count_only_routed_experts(quantized):
     """4 experts, of which a token is sent to 2; the embedding is looked up."""
     model = load(quantized("mixtral", "compressed-tensors", "int4:g32:sym")).model
     experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
@@ -135,7 +135,7 @@ def test_a_token_reads_its_experts_alone(quantized):
     assert bytes_per_token(model) == rest + total_bytes // 2
 
 
-def test_a_plain_mixture_reads_its_experts_alone(tiny):
+def test_bytes_per_token_of_a_plain_mixture(tiny):
     model = load(tiny("mixtral")).model
     total_bytes = sum(v.nbytes for name, v in model.named_parameters() if ".experts." in name)
     rest = held_bytes(model) - total_bytes - model.get_input_embeddings().weight.nbytes
@@ -176,7 +176,7 @@ def experts_module(kind: str):
     ("kind", KINDS),
     ("dtype", [torch.float32, torch.bfloat16]),
 )
-def test_every_kind_of_experts_of_transformers(kind, dtype):
+def test_every_transformers_expert_module_is_packed(kind, dtype):
     """Clamps, biases, norms and both orders of rows are the module's own."""
     torch.manual_seed(0)
     module = experts_module(kind)
@@ -212,7 +212,7 @@ def test_every_kind_of_experts_of_transformers(kind, dtype):
     assert sum(value.numel() for value in packed.parameters()) < 2 * COUNT * (HIDDEN + INNER)
 
 
-def test_a_module_that_says_nothing_of_itself_is_left_alone():
+def test_unsupported_expert_module_is_left_unpacked():
     module = experts_module("granitemoe.GraniteMoeExperts")
     stacks = [Stack("gate_up_proj", ("gate.{}", "up.{}")), Stack("down_proj", ("down.{}",))]
     arguments = (
@@ -246,7 +246,7 @@ class Spread(torch.nn.Module):
 
 
 @pytest.mark.parametrize("other", [None, lambda gate, up: gate.clamp(max=1) * up])
-def test_experts_of_spread_tokens_are_packed_where_they_compute_a_gate(other):
+def test_dense_expert_modules_are_packed_if_gated(other):
     """Tokens may be sent to several experts here, and to none."""
     module = Spread().requires_grad_(False)
     if other:
@@ -272,7 +272,7 @@ def test_experts_of_spread_tokens_are_packed_where_they_compute_a_gate(other):
     assert torch.equal(module(spread), expected)  # what was tried is gone
 
 
-def test_experts_of_a_module_that_is_not_understood_are_decoded_and_counted(quantized, monkeypatch):
+def test_unsupported_experts_are_decoded_with_an_event(quantized, monkeypatch):
     path = quantized("mixtral", "compressed-tensors", "int4:g32:sym")
     expected = logits(path, True)[1]
     monkeypatch.setattr(packed_experts_of, "is_supported", lambda _module: False)

@@ -101,7 +101,7 @@ def test_nll_of_a_trained_model(tmp_path, monkeypatch):
     assert abs(nll(loaded.model, windows) - exact) <= 1e-3
 
 
-def test_nll_through_the_own_decoder(quantized):
+def test_nll_through_the_decoder(quantized):
     windows = cut_windows(tokenizer_at(quantized), TEXT, 2, 24)
     model = load(quantized).model
     decoder = Decoder(model, join=True)

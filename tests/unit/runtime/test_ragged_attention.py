@@ -72,7 +72,7 @@ def test_spans_have_the_logits_of_transformers(models, family):
 
 
 @pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
-def test_short_spans_have_the_bits_of_single_tokens(tiny, tmp_path, kind):
+def test_short_spans_equal_single_tokens_bit_for_bit(tiny, tmp_path, kind):
     """Draft tokens that are verified together; beside others or not."""
     quantize(
         str(tiny("qwen3")),
@@ -88,7 +88,7 @@ def test_short_spans_have_the_bits_of_single_tokens(tiny, tmp_path, kind):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
-def test_trees_compute_every_path(models, family):
+def test_tree_attention_equals_each_path_alone(models, family):
     """Of 30 tokens, two paths of three tokens that share their first: each as if it were alone."""
     decoder = Decoder(models(family))
     paths = [[0, 1, 3], [0, 2, 4]]
@@ -118,7 +118,7 @@ def test_rejected_tokens_are_forgotten(models):
     torch.testing.assert_close(result, expected[20:], rtol=1e-4, atol=1e-4)
 
 
-def test_pages_of_others_are_not_read():
+def test_pages_of_other_sequences_are_not_read():
     """Who had a page before may have left what is no number."""
     paged_cache = PagedCache(
         CacheShape(1, 2, 8, "", torch.float32), 2, 4 * PAGE_SIZE, torch.device("cpu")

@@ -17,7 +17,7 @@ GB = 10**9
 SHAPE = CacheShape(32, 8, 128, "", torch.bfloat16)  # 128 KiB per token
 
 
-def test_weights():
+def test_weights_that_exceed_gpu_memory_are_refused():
     check_weights_fit(14 * GB, 8 * GB, 16 * GB)
     check_weights_fit(99 * GB, 8 * GB, None)
     with pytest.raises(ResourceError, match=r"16\.0 GB on the GPU, 10\.0 GB are free") as raised:
@@ -29,7 +29,7 @@ def test_weights():
     assert ResourceError.exit_code == 7
 
 
-def test_caches():
+def test_caches_that_exceed_gpu_memory_are_refused():
     def check(sequences, tokens, free):
         needed = SHAPE.token_bytes * sequences * tokens
         check_cache_fits(sequences, tokens, SHAPE.token_bytes, needed, free)
@@ -43,7 +43,7 @@ def test_caches():
     assert "one sequence of 34332 tokens" in raised.value.hint
 
 
-def test_they_are_asked_before_anything_is_loaded(tiny, monkeypatch):
+def test_memory_is_checked_before_loading(tiny, monkeypatch):
     monkeypatch.setattr(load, "free_bytes", lambda _device: 100_000)
     monkeypatch.setattr(load.SkeletonFiller, "fill", lambda *_: pytest.fail("filled"))
     with pytest.raises(ResourceError, match="weights take"):
@@ -54,7 +54,7 @@ def test_they_are_asked_before_anything_is_loaded(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_forecast_holds(tiny, dtype, monkeypatch):
+def test_forecast_equals_the_loaded_bytes(tiny, dtype, monkeypatch):
     requested = []
     monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: requested.append(needed))
     model = load_model(tiny("llama"), dtype=dtype).model
@@ -65,7 +65,7 @@ def test_the_forecast_holds(tiny, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["q2_k", "q4_k", "tq1_0", "iq4_xs"])
-def test_the_forecast_holds_for_blocks(models, scheme, tmp_path, monkeypatch):
+def test_forecast_equals_the_loaded_bytes_of_gguf_blocks(models, scheme, tmp_path, monkeypatch):
     requested = []
     monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: requested.append(needed))
     path = export(models("llama", **WIDE), tmp_path / "x.gguf", None, scheme=scheme)
@@ -77,5 +77,5 @@ def test_the_forecast_holds_for_blocks(models, scheme, tmp_path, monkeypatch):
     assert held_bytes <= requested[0] <= 1.15 * held_bytes
 
 
-def test_a_cpu_is_not_asked():
+def test_cpu_memory_is_not_checked():
     assert memory.free_bytes(torch.device("cpu")) is None

@@ -60,7 +60,7 @@ def test_products_are_those_of_the_decoded_weight(text):
 
 
 @pytest.mark.parametrize("text", SCHEMES)
-def test_little_is_added_to_the_bytes_of_the_file(text):
+def test_packed_weights_stay_near_file_size(text):
     tensor = rounded(text, (64, 2048))
     layer = PackedLinear(tensor, None, torch.bfloat16, CPU)
     stored = stored_bits(tensor)
@@ -69,7 +69,7 @@ def test_little_is_added_to_the_bytes_of_the_file(text):
 
 
 @pytest.mark.parametrize("text", usual(SCHEMES, *SCHEMES[::2]))
-def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
+def test_gpu_kernels_compute_the_same_product(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))
     kernel = Kernel("triton", lambda _: True, plane_products.prepare, plane_products.matmul)
@@ -80,7 +80,7 @@ def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
     torch.testing.assert_close(layer(x), x @ tensor.decode().T, rtol=1e-5, atol=3e-5)
 
 
-def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
+def test_failing_kernel_falls_back_to_the_reference(monkeypatch):
     def broken(*_):
         raise RuntimeError("ptxas: no such register\nand more")
 
@@ -94,7 +94,7 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
     torch.testing.assert_close(layer(x), x @ tensor.decode().T)
 
 
-def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
+def test_device_without_fp8_uses_the_reference(monkeypatch):
     spec = MatmulSpec(64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert select_kernel(spec).name == "reference"
@@ -104,7 +104,7 @@ def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
     assert select_kernel(spec).name == "triton-w8a8"
 
 
-def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
+def test_fp8_support_is_checked_on_the_weights_device(monkeypatch):
     abilities = {"cuda:0": (9, 0), "cuda:1": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: abilities[str(where)])
     spec = MatmulSpec(64, 256, 8, 256, True, torch.bfloat16, "cuda:0", "fp8", 1, "fp8")
@@ -115,7 +115,7 @@ def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
 # Quantized inputs
 
 
-def test_rows_are_rounded_to_a_range_of_their_own():
+def test_dynamic_input_rounding_is_per_row():
     x = torch.tensor([[1.0, -0.5, 0.26], [100.0, 1.0, 0.0]])
     result = fake_quantize_input(x, Activation("int8", "token"))
     assert result[0, 2] == pytest.approx(round(0.26 * 127) / 127)
@@ -157,7 +157,7 @@ def test_layers_with_quantized_inputs(weights, taken):
     assert (y - x @ tensor.decode().T).abs().max() > 1e-3
 
 
-def test_columns_kept_in_16_bits_are_multiplied_as_they_are():
+def test_unquantized_columns_are_multiplied_exactly():
     taken = Activation("int8", "token", threshold=6.0, max_outlier_columns=4)
     weight = torch.randn(16, 4)
     extra = {"outlier_columns": torch.tensor([3, 100, 511, -1]), "outlier_weight": weight.half()}

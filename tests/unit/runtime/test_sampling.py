@@ -63,7 +63,7 @@ def test_temperature() -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-6, 1e300])
-def test_extreme_temperatures_give_the_limits(temperature: float) -> None:
+def test_extreme_temperatures_reach_greedy_and_uniform(temperature: float) -> None:
     expected = [[1.0, 0, 0, 0]] if temperature < 1 else [[0.25] * 4]
     close(distribution(LOGITS, Sampling(temperature=temperature)), torch.tensor(expected))
 
@@ -85,13 +85,13 @@ def test_top_p_keeps_the_first_of_equally_likely_ones() -> None:
     close(result, torch.tensor([[1 / 3] * 3 + [0.0] * 5]))
 
 
-def test_top_p_of_what_top_k_has_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     """0.4 and 0.3 of 0.7 are 0.571 and 0.429: without top-k, 0.5 would be reached by two tokens."""
     close(distribution(LOGITS, Sampling(temperature=1, top_k=2, top_p=0.5)), kept(1))
     close(distribution(LOGITS, Sampling(temperature=1, top_p=0.5)), kept(2))
 
 
-def test_top_p_beyond_the_tokens_that_are_looked_at_first() -> None:
+def test_top_p_may_exceed_the_first_sorted_tokens() -> None:
     logits = torch.linspace(0, -1, 3000)[None]
     result = distribution(logits, Sampling(temperature=1, top_p=0.9))
     plain = logits.double().softmax(-1)
@@ -126,7 +126,7 @@ def test_frequency_and_presence_penalties_count_what_was_generated() -> None:
     assert more.choose(logits).token == 2
 
 
-def test_bias_comes_before_penalties_and_log_probabilities_are_the_models_own() -> None:
+def test_bias_precedes_penalties_and_logprobs_are_unmodified() -> None:
     """(log 0.1 + 5) / 2 is more than log 0.3 + 2; 2 log 0.1 + 5 would be less."""
     options = Sampling(logit_bias={3: 5.0, 1: 2.0}, repetition_penalty=2.0, logprobs=2)
     result = RowSampler(options, [3]).choose(LOGITS[0])
@@ -200,7 +200,7 @@ def test_draws_follow_the_distribution(options: Sampling) -> None:
     assert statistic < critical(int(used.sum()) - 1)
 
 
-def test_a_row_draws_with_penalties_what_it_says() -> None:
+def test_sampling_with_penalties_follows_the_distribution() -> None:
     logits = torch.tensor([1.0, 0.5, 0.0, -0.5])
     options = Sampling(1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
     seen, expected = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_a_row_draws_with_penalties_what_it_says() -> None:
     assert float(((seen - expected) ** 2 / expected).sum()) < critical(3)
 
 
-def test_the_borders_of_a_draw() -> None:
+def test_draws_at_the_borders_of_the_unit_interval() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]]).expand(3, -1)
     uniform = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert sample_tokens(weights, uniform).tolist() == [1, 3, 3]
@@ -223,7 +223,7 @@ def test_the_borders_of_a_draw() -> None:
     assert sample_tokens(whole, uniform[2:]).tolist() == [1]
 
 
-def test_seeds() -> None:
+def test_seeds_reproduce_draws() -> None:
     def draw(seed: int) -> list[int]:
         row = RowSampler(Sampling(temperature=1, seed=seed))
         return [row.choose(torch.zeros(1000)).token for _ in range(5)]
@@ -254,7 +254,7 @@ RULES = st.builds(
     st.lists(st.tuples(RULES, st.lists(st.integers(0, 31), max_size=6)), min_size=1, max_size=5),
     st.integers(0, 99),
 )
-def test_a_request_gives_the_same_alone_and_in_a_batch(
+def test_request_samples_the_same_alone_and_in_a_batch(
     requests: list[tuple[Sampling, list[int]]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -275,7 +275,7 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(
                 assert all(value >= token.logprob for _, value in token.top[:1])
 
 
-def test_large_vocabularies_too() -> None:
+def test_large_vocabulary_samples_the_same_alone_and_in_a_batch() -> None:
     """Of several blocks, in several parts, beyond the tokens that top-p looks at first."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 40_001, generator=generator) * 3
@@ -291,7 +291,7 @@ def test_large_vocabularies_too() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
+def test_non_finite_logits_are_refused(bad: float) -> None:
     logits = torch.tensor([[0.0, 0.0], [0.0, bad]])
     with pytest.raises(InputError, match="token 1 of sequence 1"):
         choose_tokens([RowSampler(Sampling())] * 2, logits)
@@ -325,7 +325,7 @@ def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
         ("logit_bias", [1], "token ids"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(name: str, value: object, rule: str) -> None:
+def test_invalid_sampling_options_are_refused(name: str, value: object, rule: str) -> None:
     with pytest.raises(UsageError, match=name) as caught:
         Sampling(**{name: value})  # type: ignore[arg-type]
     assert rule in caught.value.hint

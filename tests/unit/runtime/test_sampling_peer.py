@@ -37,7 +37,7 @@ def theirs(logits: torch.Tensor, prompt: list[int], options: Sampling) -> torch.
 
 
 @pytest.mark.parametrize("cut", ["", "top_k", "top_p", "min_p", "all"])
-def test_every_processor_and_all_together(cut: str) -> None:
+def test_distribution_equals_transformers_processors(cut: str) -> None:
     """64 random cases each; where rounding decides about the token at the border of top-p, one of them may differ."""
     draw, apart = random.Random(cut), 0
     for case in range(64):

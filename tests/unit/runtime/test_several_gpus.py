@@ -33,7 +33,7 @@ def logits(path, device, kind="", graph=True):
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("kind", ["", "int8"])
-def test_the_second_gpu_computes_what_the_first_does(tiny, tmp_path, family, kind):
+def test_second_gpu_gives_the_same_logits(tiny, tmp_path, family, kind):
     quantize(tiny(family), tmp_path / "out", recipe(bits=4))
     assert torch.cuda.current_device() == 0
     expected = logits(tmp_path / "out", "cuda:0", kind, graph=False)
@@ -47,7 +47,7 @@ def test_a_graph_is_captured_on_each_gpu(tiny):
     torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-2)
 
 
-def test_a_thread_of_its_own_computes_on_the_second_gpu(tiny):
+def test_separate_thread_computes_on_the_second_gpu(tiny):
     """The current device is that of a thread: a new one begins with the first GPU."""
     results = []
     thread = Thread(target=lambda: results.append(logits(tiny("llama"), "cuda:1", graph=False)))

@@ -37,7 +37,7 @@ def told(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[
 @example(["aab", "a", "ab"], ["aabaab"])
 @example(["abc", "d"], ["abcd", "bc"])
 @example(["x€", "€y"], ["€€"])
-def test_pieces_do_not_matter(pieces: list[str], stop: list[str]) -> None:
+def test_stop_strings_are_found_across_any_pieces(pieces: list[str], stop: list[str]) -> None:
     text = "".join(pieces)
     before, result = expected(text, stop)
     assert told(pieces, stop) == (before, result)
@@ -50,7 +50,7 @@ def test_pieces_do_not_matter(pieces: list[str], stop: list[str]) -> None:
     st.text("ab", max_size=30),
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
 )
-def test_as_much_is_told_as_can_be(text: str, stop: list[str]) -> None:
+def test_text_is_released_as_early_as_possible(text: str, stop: list[str]) -> None:
     """What waits is the longest end of the text that begins a stop string, and no more."""
     matcher, sent = StopMatcher(stop), ""
     for index, character in enumerate(text):
@@ -85,7 +85,7 @@ def test_a_long_string_costs_little() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", [""], ["a", ""], [1], 1, b"a", ["\ud800"], None])
-def test_what_is_no_stop_string_is_refused(wrong: object) -> None:
+def test_invalid_stop_strings_are_refused(wrong: object) -> None:
     with pytest.raises(UsageError, match="stop"):
         parse_stop_strings(wrong)
 

@@ -88,7 +88,7 @@ def test_two_ranks_give_the_logits_of_one(tiny, family):
         *(("awq", "int4:g32:asym"), ("bnb", "nf4:g64:sym:double"), ("mlx", "int4:g32:min")),
     ),
 )
-def test_packed_weights_are_shared(rounded, format_key, scheme):
+def test_packed_weights_are_split_between_ranks(rounded, format_key, scheme):
     for family in ("llama", "llama-tied"):  # with biases and without
         path = rounded(family, scheme=scheme, format=format_key)
         result = shared_logits(path)
@@ -97,7 +97,7 @@ def test_packed_weights_are_shared(rounded, format_key, scheme):
 
 
 @pytest.mark.parametrize("kind", ["int8", "k=int8,v=int4"])
-def test_a_process_caches_its_own_heads(tiny, kind):
+def test_each_rank_caches_its_own_heads(tiny, kind):
     result = shared_logits(tiny("llama"), kind=kind)
     expected = whole_logits(tiny("llama"), kind)
     assert (result[0] - expected).norm() < 1e-2 * expected.norm()  # a last bit may move a code
@@ -109,7 +109,7 @@ def test_a_process_caches_its_own_heads(tiny, kind):
     assert on_ranks(2, entry_bytes) == [whole // 2] * 2
 
 
-def test_a_process_holds_half_of_the_blocks(rounded):
+def test_each_rank_holds_half_of_the_block_weights(rounded):
     path = rounded(scheme="int4:g32:sym")
     whole = load(path)
     table = whole.model.get_input_embeddings().weight.nbytes * 2  # and the head, as large
@@ -130,7 +130,7 @@ def test_a_process_holds_half_of_the_blocks(rounded):
         (2, {"family": "gpt2", "scheme": "int4:g32:sym"}, "not computed by the own decoder"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(rounded, ranks, options, message):
+def test_models_that_cannot_be_split_are_refused(rounded, ranks, options, message):
     with pytest.raises(RefusedError, match=message):
         load(rounded(**options), share=TensorParallelRank(0, ranks, lambda part: part))
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_shared_is_refused(rounded, ranks, options, message):
 @pytest.mark.parametrize(
     "scheme", ["int4:g32:sym", "int3:row:asym", "int8:tensor:sym", "fp8:32x32", "nvfp4", "mxfp8"]
 )
-def test_a_cut_is_a_part_of_the_matrix(scheme):
+def test_slice_of_a_packed_matrix_equals_the_decoded_slice(scheme):
     """Rows and columns of what the codes stand for, in the terms of the kernels."""
     from quantforge.packers import get_packer
     from quantforge.packers.tensor import QuantizedTensor
@@ -169,7 +169,7 @@ def test_groups_and_tiles_are_never_cut():
         WeightShard("m", HALF, columns=slice(16, 48)).slice_kernel_weight(whole)
 
 
-def test_act_order_is_shared_column_by_column(tiny, tmp_path):
+def test_act_order_is_split_by_columns(tiny, tmp_path):
     """Files of other tools scatter the groups of a row over its columns; each column has its scale here."""
     from safetensors.torch import load_file, save_file
 
@@ -190,7 +190,7 @@ def test_act_order_is_shared_column_by_column(tiny, tmp_path):
     torch.testing.assert_close(result[0], whole_logits(tmp_path / "q"), rtol=1e-4, atol=1e-4)
 
 
-def test_scales_of_a_cache_by_head_go_with_the_heads(tiny, tmp_path):
+def test_per_head_cache_scales_are_split_with_the_heads(tiny, tmp_path):
     recipe = Recipe(
         scheme="int4:g32:sym", kv_cache="fp8_head", scales="absmax", calibration=CALIBRATION
     )
@@ -208,7 +208,7 @@ def test_scales_of_a_cache_by_head_go_with_the_heads(tiny, tmp_path):
     )
 
 
-def test_a_process_that_nobody_started_beside_others_is_refused(monkeypatch):
+def test_tensor_parallel_without_launcher_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=r"over several processes: .*RANK") as refused:
@@ -216,7 +216,7 @@ def test_a_process_that_nobody_started_beside_others_is_refused(monkeypatch):
     assert "torchrun" in refused.value.hint
 
 
-def test_a_single_process_holds_the_whole_model(tmp_path):
+def test_single_rank_holds_the_whole_model(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         assert init_tensor_parallel("cpu") is None

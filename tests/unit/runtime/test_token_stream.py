@@ -48,7 +48,7 @@ def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
     return [*(stream.add(token) for token in ids), stream.flush()]
 
 
-def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
+def test_pieces_join_to_the_text_in_whole_characters(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
     assert len(tokenizer.encode_with_special_tokens("世")) > 1  # a character of several tokens
     pieces = streamed(tokenizer, "A beginning. ", TEXT)
@@ -57,7 +57,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
     assert "世" in pieces
 
 
-def test_what_never_becomes_whole_comes_at_the_end(tiny: Tiny) -> None:
+def test_incomplete_characters_come_at_the_end(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
     stream = TextStream(tokenizer, [])
     first = tokenizer.encode_with_special_tokens("世")[0]
@@ -66,9 +66,7 @@ def test_what_never_becomes_whole_comes_at_the_end(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Once upon", ""])
-def test_a_space_that_decoders_drop_at_the_beginning_stays_between_prompt_and_text(
-    tmp_path: Path, prompt: str
-) -> None:
+def test_leading_space_after_the_prompt_is_kept(tmp_path: Path, prompt: str) -> None:
     """As sentencepiece's tokenizers write spaces: before a word, and none before the first one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -81,7 +79,7 @@ def test_a_space_that_decoders_drop_at_the_beginning_stays_between_prompt_and_te
     assert pieces == ([" a", " time", ""] if prompt else ["a", " time", ""])
 
 
-def test_a_decoder_that_fails_when_nothing_follows_is_bad_input() -> None:
+def test_failing_text_decoder_is_reported_as_input_error() -> None:
     class Failing:
         def decode(self, _ids: list[int]) -> str:
             raise ValueError("no such token")

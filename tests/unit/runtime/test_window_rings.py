@@ -35,7 +35,7 @@ def pages_of(held: PagedCache) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pages_are_counted(decoder, family):
+def test_window_layers_use_fewer_pages(decoder, family):
     paged_cache = decoder(family).cache(2, 128, max_step_tokens=CHUNK)
     assert paged_cache.layout.rings == {16: 3}  # 16 + 24 - 1 tokens begin anywhere in a page
     assert sorted(pages_of(paged_cache)) == [2 * 3] * FAMILIES[family] + [2 * 4] * (
@@ -46,13 +46,13 @@ def test_pages_are_counted(decoder, family):
     assert sum(part.nbytes for part in parts) == 2 * paged_cache.layout.sequence_bytes(128)
 
 
-def test_a_ring_that_would_be_no_smaller_is_none(decoder):
+def test_no_ring_where_it_would_not_be_smaller(decoder):
     assert decoder("mistral").cache(1, 96, max_step_tokens=CHUNK).layout.rings == {}
     assert decoder("mistral").cache(1, 97, max_step_tokens=CHUNK).layout.rings == {16: 3}
     assert decoder("mistral").cache(1, 97, max_step_tokens=1).layout.rings == {16: 2}
 
 
-def test_a_ring_is_as_small_as_it_may_be():
+def test_ring_has_the_smallest_sufficient_size():
     """Every place that a step looks at, or writes, has a page of its own; with a page less two of them share one."""
     for window in (1, 2, 16, 31, 32, 33, 64, 65):
         for max_step_tokens in (1, 2, 24, 32, 33, 96):
@@ -78,7 +78,7 @@ def test_a_ring_is_as_small_as_it_may_be():
         ("gemma3", "k=int8,v=int4"),
     ],
 )
-def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
+def test_generated_tokens_equal_those_of_a_full_cache(decoder, family, kind):
     model = decoder(family)
     generator = torch.Generator().manual_seed(5)
     lengths = [(70, 50), (3, 100), (5, 110), (60, 60), (20, 60)]
@@ -104,7 +104,7 @@ def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
     assert (engine.counters.preemptions > 0) == (PAGED in engine.cache.table_keys)
 
 
-def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
+def test_logits_equal_those_of_a_full_cache(decoder):
     model = decoder("gemma3")
     ids = torch.randint(3, 300, (2, 120), generator=torch.Generator().manual_seed(6))
 
@@ -126,7 +126,7 @@ def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
         logits(CHUNK, CHUNK + 1)
 
 
-def test_a_server_has_room_for_more_tokens(decoder):
+def test_window_rings_give_a_server_more_tokens(decoder):
     shape = decoder("gemma3").cache_shape()
     layout = CacheLayout(shape, 128, CHUNK)
     memory = 4 * layout.sequence_bytes(128)

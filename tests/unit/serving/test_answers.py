@@ -23,7 +23,7 @@ def run(work):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_text_is_that_of_the_plain_loop(stream):
+def test_completion_equals_the_plain_loop(stream):
     async def work():
         async with served() as client:
             prompts = ["abc", "Hello", "z7"]
@@ -43,7 +43,7 @@ def test_the_text_is_that_of_the_plain_loop(stream):
     run(work())
 
 
-def test_reasons_and_counts():
+def test_finish_reasons_and_token_counts():
     ended = next(
         text for text in LETTERS if END in plain(text, 60)[3:] and END not in plain(text, 3)
     )
@@ -75,7 +75,7 @@ def test_reasons_and_counts():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_answer_and_its_work(stream, include):
+def test_stop_string_ends_the_completion_and_its_computation(stream, include):
     text = letters(plain("abc", 200, frozenset()))
     stop = text[20:23]
     cut = text.index(stop) + (len(stop) if include else 0)
@@ -112,7 +112,7 @@ def graded(history: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 3, "pages": 12}], ids=str)
-def test_log_probabilities_are_those_of_the_model(options):
+def test_logprobs_equal_those_of_the_model(options):
     async def work():
         async with served(Graded(), **options) as client:
             prompts = ["Hello1", "abcdefg" * 9]
@@ -148,7 +148,7 @@ def test_log_probabilities_are_those_of_the_model(options):
     run(work())
 
 
-def test_a_seed_gives_the_same_answer_and_none_another():
+def test_same_seed_repeats_the_answer_and_no_seed_varies():
     async def work():
         async with served(Graded()) as client:
             options = {"prompt": "abc", "max_tokens": 40, "temperature": 2.0, "n": 2}
@@ -164,7 +164,7 @@ def test_a_seed_gives_the_same_answer_and_none_another():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_is_shown_through_the_template(stream):
+def test_chat_messages_are_rendered_with_the_template(stream):
     async def work():
         async with served(template=TEMPLATE) as client:
             messages = [{"role": "developer", "content": "be"},
@@ -214,7 +214,7 @@ def test_documents_and_variables_reach_the_template():
     run(work())
 
 
-def test_a_model_without_template_says_so():
+def test_chat_without_template_is_refused():
     async def work():
         async with served() as client:
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}

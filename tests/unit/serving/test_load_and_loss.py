@@ -30,7 +30,7 @@ def body(prompt, **more):
 
 
 @pytest.mark.thorough
-def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
+def test_thousand_requests_with_cancellations_leak_no_page():
     draw = random.Random(3)
     requested = []
     for number in range(1000):
@@ -88,7 +88,7 @@ async def scraped(client):
     return samples
 
 
-def test_metrics_count_what_happened():
+def test_metrics_count_requests_and_tokens():
     async def work():
         async with served() as client:
             for _ in range(3):
@@ -112,7 +112,7 @@ def test_metrics_count_what_happened():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_in_the_middle_of_its_prompt_frees_pages(stream):
+def test_disconnect_during_prefill_frees_pages(stream):
     async def work():
         async with served(Slow(), token_budget=8, chunk=8) as client:
             await client.post(PATH, body("abcd" * 60, max_tokens=50, stream=stream), gone=0.1)
@@ -129,7 +129,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_prompt_frees_pages(stream):
     asyncio.run(work())
 
 
-def test_too_many_requests_are_told_to_come_again():
+def test_too_many_requests_get_a_retry_response():
     async def work():
         async with served(Slow(), rows=2, waiting=1) as client:
             many = [
@@ -150,7 +150,7 @@ def test_too_many_requests_are_told_to_come_again():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_time_runs_out(stream):
+def test_request_timeout_ends_the_answer(stream):
     async def work():
         async with served(Slow(), seconds=0.2) as client:
             result = await client.post(
@@ -170,7 +170,7 @@ def test_time_runs_out(stream):
 @pytest.mark.parametrize(
     "more", [{}, {"prompt": "abcd" * 20, "echo": True, "logprobs": 0}], ids=str
 )
-def test_a_server_that_stops_ends_answers_with_an_error(stream, more):
+def test_server_shutdown_ends_answers_with_an_error(stream, more):
     async def work():
         async with served(Slow(), token_budget=8, chunk=8) as client:
             request = body("abc", max_tokens=200, ignore_eos=True, stream=stream) | more
@@ -199,7 +199,7 @@ class Failing(FakeDecoder):
 
 
 @pytest.mark.parametrize("kind", ["raises", "nan"])
-def test_a_step_that_fails_ends_its_requests_alone(kind, caplog):
+def test_failed_step_ends_only_its_requests(kind, caplog):
     async def work():
         async with served(Failing(kind)) as client:
             result = await client.post(PATH, body(["abc", "de"], max_tokens=4))
@@ -213,7 +213,7 @@ def test_a_step_that_fails_ends_its_requests_alone(kind, caplog):
     assert ("a step of the engine failed" in caplog.text) == (kind == "raises")
 
 
-def test_a_decoder_that_gives_no_text_is_told(monkeypatch):
+def test_failing_text_decoder_returns_an_error(monkeypatch):
     from quantforge.runtime.text_stream import TextStream
     from quantforge_calibration.source_error import SourceError
 

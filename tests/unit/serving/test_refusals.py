@@ -106,7 +106,7 @@ def check_error(result, status):
     return error
 
 
-def test_what_is_wrong_is_said():
+def test_invalid_requests_name_field_and_rule():
     async def work():
         async with served(template=TEMPLATE, body_bytes=3 << 20) as client:
             for path, body, status, param, code in WRONG:
@@ -133,7 +133,7 @@ PAST = [
 ]  # fmt: skip
 
 
-def test_tokens_past_the_embedding_are_refused_by_name():
+def test_token_ids_beyond_the_embedding_are_refused():
     async def work():
         async with served(template=TEMPLATE) as client:
             assert client.model.processor.tokenizer.tokenizer.add_special_tokens(["<image>"]) == 1
@@ -148,7 +148,7 @@ def test_tokens_past_the_embedding_are_refused_by_name():
     asyncio.run(work())
 
 
-def test_nothing_that_changes_an_answer_is_passed_over():
+def test_unsupported_fields_that_change_answers_are_refused():
     async def work():
         async with served(template=TEMPLATE) as client:
             expected = (await client.complete(prompt="abc")).text()
@@ -162,7 +162,7 @@ def test_nothing_that_changes_an_answer_is_passed_over():
     asyncio.run(work())
 
 
-def test_large_bodies_other_types_and_other_paths():
+def test_large_bodies_wrong_types_and_paths_are_refused():
     async def work():
         async with served(body_bytes=1000) as client:
             large = {**GOOD, "user": "x" * 1000}
@@ -217,7 +217,7 @@ LIKELY = BODIES.map(lambda body: {"model": NAME, "prompt": "abc", "max_tokens": 
 @given(st.lists(st.tuples(
     st.sampled_from([COMPLETE, COMPLETE, TALK]), st.one_of(LIKELY, LIKELY, BODIES, JSON, st.binary(max_size=30))
 ), min_size=8, max_size=8))  # fmt: skip
-def test_any_body_gets_an_answer_or_an_error_document(asked):
+def test_fuzzed_bodies_get_an_answer_or_an_error_document(asked):
     async def work():
         async with served() as client:
             for path, body in asked:

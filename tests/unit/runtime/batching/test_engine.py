@@ -64,7 +64,7 @@ ROOM = {"rows": 4, "tokens": 300, "token_budget": 50, "chunk": 20}
 @pytest.mark.parametrize("options", [
     {}, {"pages": 10}, {"rows": 1},
 ], ids=str)  # fmt: skip
-def test_every_request_gets_its_tokens(options):
+def test_every_request_gets_the_tokens_it_gets_alone(options):
     decoder = FakeDecoder()
     engine = ServingEngine(decoder, EngineOptions(**{**ROOM, **options}))
     for request in REQUESTS:
@@ -82,7 +82,7 @@ def test_every_request_gets_its_tokens(options):
     assert all(tokens <= 20 for spans in decoder.passes for *_, tokens in spans)
 
 
-def test_pages_that_run_out_are_taken_from_the_youngest():
+def test_youngest_request_is_preempted_when_pages_run_out():
     engine = ServingEngine(FakeDecoder(), EngineOptions(rows=3, tokens=300, pages=9))
     requests = [GenerationRequest(name, prompt(30, n), 200) for n, name in enumerate("abc")]
     for request in requests:
@@ -93,7 +93,7 @@ def test_pages_that_run_out_are_taken_from_the_youngest():
     assert streamed == {request.id: alone(request) for request in requests}
 
 
-def test_prompts_are_cut_so_that_others_go_on():
+def test_long_prompts_are_chunked_so_that_others_continue():
     engine = ServingEngine(FakeDecoder(), EngineOptions(rows=4, token_budget=20, chunk=16))
     engine.submit(GenerationRequest("short", prompt(4), 60))
     engine.step()
@@ -103,7 +103,7 @@ def test_prompts_are_cut_so_that_others_go_on():
     assert "long" in {happened.id for happened in engine.step()}
 
 
-def test_requests_stop():
+def test_request_ends_at_its_stop_token():
     request = GenerationRequest("a", prompt(9), 50)
     stop = alone(request)[10]
     engine = ServingEngine(FakeDecoder())
@@ -113,7 +113,7 @@ def test_requests_stop():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 8])
-def test_cancelled_requests_give_back_their_pages(steps):
+def test_cancelled_requests_release_their_pages(steps):
     """While it waits, in the middle of its prompt, and behind it."""
     engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, token_budget=32, chunk=32))
     requests = [GenerationRequest(name, prompt(100, n), 30) for n, name in enumerate("abc")]
@@ -134,7 +134,7 @@ def test_cancelled_requests_give_back_their_pages(steps):
     assert list(run(engine)[0]["a"].tokens) == alone(requests[0])
 
 
-def test_what_can_never_fit_is_refused():
+def test_request_larger_than_the_cache_is_refused():
     engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, tokens=300, pages=4))
     engine.submit(GenerationRequest("there", prompt(3), 2))
     with pytest.raises(InputError, match="room for 129"):
@@ -147,7 +147,7 @@ def test_what_can_never_fit_is_refused():
 
 
 @pytest.mark.parametrize("options", [{}, {"pages": 7}], ids=str)
-def test_prompts_are_scored_once(options):
+def test_prompt_tokens_are_scored_once(options):
     """Log-probabilities of all tokens but the first, in order, also where they are computed again."""
     engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}))
     requests = [GenerationRequest(str(n), prompt(100, 0)[:length], 90, prompt_logprobs=n)
@@ -194,7 +194,7 @@ def test_sampling_does_not_depend_on_neighbours():
     assert len({tuple(tokens) for tokens in results[0].values()}) == len(rules)
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone():
+def test_nan_logits_end_only_their_request():
     class Damaged(FakeDecoder):
         def logits(self, hidden):
             return super().logits(hidden).masked_fill(hidden == following_bad, float("nan"))
@@ -248,7 +248,7 @@ def test_drafts_change_no_completion(options, shape):
     assert not engine._drafter._drafters  # let go of with their requests
 
 
-def test_drafters_of_one_text_are_refused():
+def test_single_text_drafters_are_refused():
     with pytest.raises(UsageError, match="single text"):
         ServingEngine(
             FakeDecoder(),
@@ -257,7 +257,7 @@ def test_drafters_of_one_text_are_refused():
         )
 
 
-def test_drafts_that_do_not_pay_stop():
+def test_useless_drafts_are_turned_off():
     """An oracle that is always wrong is not asked for long."""
     wrong = SpeculativeDecoder(None, lambda room: Wrong(), 3)
     engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, tokens=300), wrong)

@@ -87,7 +87,7 @@ CASES = [
 
 @pytest.mark.tokens
 @pytest.mark.parametrize(("kind", "options"), usual(CASES, *CASES[::3]), ids=str)
-def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
+def test_greedy_tokens_equal_those_of_each_request_alone(kind, options):
     arguments = {
         "rows": 4,
         "tokens": 200,
@@ -141,7 +141,7 @@ def test_drafts_change_no_completion(kind, draft, tree, options):
 
 @pytest.mark.tokens
 @pytest.mark.thorough
-def test_drawn_completions_with_drafts_are_those_of_each_request_alone():
+def test_sampled_completions_with_drafts_equal_each_request_alone():
     speculative = drafted("int3", "", 3)
     results = []
     for arguments in (None, speculative):
@@ -161,7 +161,7 @@ def test_drawn_completions_with_drafts_are_those_of_each_request_alone():
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_a_path_is_kept_in_rings(tiny, family):
+def test_accepted_tree_path_is_kept_in_window_rings(tiny, family):
     """Windows go round in a few pages: what is right of a tree lies there like everything else."""
     windowed = Decoder(load(tiny(family)).model)
     ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -58,7 +58,7 @@ def check_pages(engine):
 
 @settings(max_examples=35, deadline=None)
 @given(options_of, arrivals_of, cancelled_of, shapes_of)
-def test_any_schedule(options, arrivals, cancelled, shape):
+def test_any_schedule_gives_plain_results_and_leaks_no_page(options, arrivals, cancelled, shape):
     speculative = drafted(shape) if shape else None
     engine = ServingEngine(FakeDecoder(), EngineOptions(tokens=LONGEST, **options), speculative)
     requests = [

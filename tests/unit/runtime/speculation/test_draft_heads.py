@@ -142,7 +142,7 @@ def states(model, history):
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 1)])
-def test_medusa_guesses_what_each_head_says(model, decoder, medusa, ids, shape):
+def test_medusa_drafts_equal_the_output_of_each_head(model, decoder, medusa, ids, shape):
     tensors = load_file(medusa / "medusa_lm_head.safetensors")
     heads = read_medusa(open_draft_heads(medusa), model.get_input_embeddings().weight)
     for history, tree in run(decoder, ids, MedusaDrafter(heads, shape), 3):
@@ -159,7 +159,7 @@ def test_medusa_guesses_what_each_head_says(model, decoder, medusa, ids, shape):
             ends = [node for end in ends for node in tree.children(end)]
 
 
-def test_names_of_other_tools_are_known(model, medusa, tmp_path):
+def test_medusa_tensor_names_of_other_tools_are_read(model, medusa, tmp_path):
     """Blocks and heads apart, as vLLM has them."""
     tensors = load_file(medusa / "medusa_lm_head.safetensors")
     other = {}
@@ -227,7 +227,7 @@ BIASES = {
         ((1, 1), {"attention_bias": True}, BIASES),
     ],
 )
-def test_eagle_guesses_what_the_paper_says(
+def test_eagle_drafts_equal_the_plain_computation(
     model, decoder, eagle, ids, tmp_path, shape, config, more
 ):
     head = changed(eagle, tmp_path / "h", config, more)
@@ -257,7 +257,7 @@ def test_eagle_guesses_what_the_paper_says(
             ends = following
 
 
-def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, eagle, tmp_path):
+def test_default_eagle_taps_are_early_middle_and_late_blocks(model, eagle, tmp_path):
     head = changed(eagle, tmp_path / "h", {"eagle_aux_hidden_state_layer_ids": None})
     assert Eagle3Layer(open_draft_heads(head), model.get_input_embeddings().weight, 12).taps == (
         2,
@@ -268,7 +268,7 @@ def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, e
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_verb_recognises_heads(request, kind):
+def test_generate_accepts_draft_heads(request, kind):
     path = request.getfixturevalue(kind)
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         arguments = {"raw": True, "max_tokens": 20, **options}
@@ -282,14 +282,14 @@ def test_verb_recognises_heads(request, kind):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_heads_guess_for_no_server(request, kind, capsys):
+def test_server_refuses_draft_heads(request, kind, capsys):
     path = request.getfixturevalue(kind)
     ended = command(capsys, "bench", DEMO, "--requests", 2, "--draft", path)
     assert (ended.code, "single text" in ended.err) == (2, True)
 
 
 @pytest.mark.tokens
-def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
+def test_sampled_drafts_of_heads(model, decoder, eagle, ids):
     network = Eagle3Layer(
         open_draft_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
     )
@@ -308,7 +308,7 @@ def changed(path, to, config=None, tensors=None, drop=()):
     )
 
 
-def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
+def test_non_finite_draft_heads_are_reported(medusa, tmp_path):
     name = "0.2.weight"
     (file,) = medusa.glob("*.safetensors")
     large = torch.full_like(load_file(file)[name], 3e38)
@@ -371,7 +371,7 @@ def test_pickles_and_other_heads_are_refused(tmp_path, medusa):
 
 
 @pytest.mark.tokens
-def test_sampling_is_a_draw_of_each_place(decoder, model, medusa, ids):
+def test_medusa_sampling_draws_each_position_independently(decoder, model, medusa, ids):
     heads = read_medusa(open_draft_heads(medusa), model.get_input_embeddings().weight)
     run(
         decoder,

@@ -40,7 +40,7 @@ def test_text_is_the_same_with_any_draft(loaded, draft, temperature) -> None:
     assert drafted.speculation["passes"] <= drafted.steps
 
 
-def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
+def test_low_bit_draft_shares_unrounded_weights() -> None:
     model = load(DEMO).model
     before = {name: value.clone() for name, value in model.named_parameters()}
     draft = quantize_draft(model, "int2")
@@ -57,7 +57,7 @@ def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
 
 @pytest.mark.tokens
 @pytest.mark.thorough
-def test_a_packed_model_is_rounded_further(tmp_path) -> None:
+def test_packed_model_is_rounded_to_fewer_bits_as_draft(tmp_path) -> None:
     quantize(DEMO, tmp_path / "q", recipe(scheme="int4:g64:sym", scales="absmax"))
     model = load(tmp_path / "q").model
     draft = quantize_draft(model, "int2")
@@ -89,7 +89,7 @@ def test_a_packed_model_is_rounded_further(tmp_path) -> None:
         ({"draft": "ngram", "beams": 2}, UsageError),
     ],
 )
-def test_what_cannot_guess_is_refused(loaded, options, error) -> None:
+def test_invalid_drafters_are_refused(loaded, options, error) -> None:
     with pytest.raises(error):
         quantforge.generate(loaded, PROMPT, raw=True, max_tokens=4, **options)
 
@@ -99,6 +99,6 @@ def test_draft_of_another_vocabulary_is_refused(loaded, tiny: Tiny) -> None:
         quantforge.generate(loaded, PROMPT, raw=True, max_tokens=4, draft=str(tiny("llama")))
 
 
-def test_model_that_the_own_decoder_does_not_compute_is_refused(tiny: Tiny) -> None:
+def test_drafting_for_an_unsupported_family_is_refused(tiny: Tiny) -> None:
     with pytest.raises(RefusedError):
         quantforge.generate(str(tiny("falcon-h1")), "a", raw=True, max_tokens=4, draft="ngram")

@@ -83,7 +83,7 @@ class Followed(LookaheadDrafter):
 
 
 @pytest.mark.tokens
-def test_columns_grow_by_what_the_model_says_behind_them(model, ids):
+def test_lookahead_columns_follow_the_model_predictions(model, ids):
     decoder, limits = Decoder(model), StopLimits(16)
     (plain,) = generate(decoder, [ids], limits)
     drafter = Followed(model)
@@ -91,7 +91,7 @@ def test_columns_grow_by_what_the_model_says_behind_them(model, ids):
     assert drafter.checked >= 8
 
 
-def test_kept_runs_are_drafted_after_their_first_token():
+def test_pooled_ngrams_are_drafted_after_their_first_token():
     drafter = LookaheadDrafter(columns=2, length=3)
     for first, *rest in ((5, 6, 7), (5, 6, 8), (5, 9, 9), (4, 1, 1)):
         drafter._add_to_pool(first, tuple(rest))
@@ -104,7 +104,7 @@ def test_kept_runs_are_drafted_after_their_first_token():
 
 
 @pytest.mark.tokens
-def test_verb_takes_it_and_refuses_what_has_no_effect() -> None:
+def test_generate_accepts_lookahead_and_refuses_other_options() -> None:
     options = {"raw": True, "max_tokens": 30}
     plain = quantforge.generate(DEMO, "import os, json, json", **options)
     result = quantforge.generate(DEMO, "import os, json, json", draft="lookahead", **options)

@@ -96,7 +96,7 @@ def says(block, features, tokens):
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2)])
-def test_drafts_are_those_of_the_block(source, block, shape):
+def test_mtp_drafts_equal_the_transformers_block(source, block, shape):
     loaded = load(source)
     assert loaded.model.config.rms_norm_eps == 1e-5
     draw = random.Random(4)
@@ -122,7 +122,7 @@ def test_drafts_are_those_of_the_block(source, block, shape):
 
 
 @pytest.mark.tokens
-def test_verb_takes_it_of_the_source_and_of_a_result(source, tmp_path):
+def test_generate_accepts_mtp_of_source_and_quantized_model(source, tmp_path):
     for heads in ("keep", "quantize"):
         quantize(
             source, tmp_path / heads, recipe(scheme="int8:g32:sym", scales="absmax", mtp=heads)
@@ -136,7 +136,7 @@ def test_verb_takes_it_of_the_source_and_of_a_result(source, tmp_path):
             assert result.speculation["guessed"] > 0
 
 
-def test_models_without_such_a_layer_are_refused(source, tiny, tmp_path):
+def test_models_without_mtp_layer_are_refused(source, tiny, tmp_path):
     with pytest.raises(InputError, match="no layer for further tokens"):
         quantforge.generate(tiny("llama"), "a", raw=True, max_tokens=2, draft="mtp")
     tensors = load_file(source / "model.safetensors")

@@ -45,7 +45,7 @@ def heads(tmp_path_factory, embedding):
     ("kind", "scheme"),
     [("eagle", "int4:g64:sym"), ("eagle", "FP8_DYNAMIC"), ("medusa", "W8A8")],
 )
-def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme):
+def test_quantized_heads_draft_without_changing_the_text(heads, tmp_path, kind, scheme):
     out = tmp_path / "q"
     quantize(heads[kind], out, recipe(scheme=scheme))
     assert set(open_draft_heads(out).layouts) == LINEARS[kind]
@@ -56,7 +56,7 @@ def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme)
     assert result.speculation["guessed"] > 0
 
 
-def test_a_quantized_head_computes_with_what_its_codes_stand_for(heads, embedding, tmp_path):
+def test_quantized_head_computes_with_decoded_weights(heads, embedding, tmp_path):
     out = tmp_path / "q"
     quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", lm_head="int8:row:sym"))
     result = open_draft_heads(out)
@@ -78,7 +78,7 @@ def _shape(path, name):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_whatever_is_no_linear_is_carried(heads, tmp_path, kind):
+def test_tensors_other_than_linears_are_copied(heads, tmp_path, kind):
     source, out = heads[kind], tmp_path / "q"
     plan = quantforge.plan(source, recipe(bits=4))
     kept = {tensor.name for tensor in plan.tensors if tensor.action is Action.KEEP}
@@ -98,7 +98,7 @@ def test_whatever_is_no_linear_is_carried(heads, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_a_result_is_understood(heads, tmp_path, kind, capsys):
+def test_quantized_heads_are_inspected_and_verified(heads, tmp_path, kind, capsys):
     source, out = heads[kind], tmp_path / "q"
     quantize(source, out, recipe(bits=4))
     named = {"eagle": "eagle3", "medusa": "medusa"}[kind]
@@ -114,7 +114,7 @@ def test_a_result_is_understood(heads, tmp_path, kind, capsys):
     assert (again.code, "already quantized" in again.err) == (3, True)
 
 
-def test_an_export_restates_heads_or_refuses(heads, tmp_path):
+def test_export_of_heads_converts_or_refuses(heads, tmp_path):
     quantize(heads["eagle"], tmp_path / "q", recipe(bits=8))
     quantforge.export(tmp_path / "q", format="plain", out=tmp_path / "plain")
     assert open_draft_heads(tmp_path / "plain").layouts == {}
@@ -122,7 +122,7 @@ def test_an_export_restates_heads_or_refuses(heads, tmp_path):
         quantforge.export(tmp_path / "q", format="gptq", out=tmp_path / "g")
 
 
-def test_engines_are_told_of_heads(heads):
+def test_engine_support_of_heads_is_reported(heads):
     expected = {"scheme": "int4:g64:sym"}
     result = quantforge.plan(heads["eagle"], recipe(**expected))
     loads = {engine.engine: engine.loads for engine in result.engines}
@@ -144,17 +144,17 @@ def test_engines_are_told_of_heads(heads):
         ({"engine": "vllm"}, UsageError, "beside their model"),
     ],
 )  # fmt: skip
-def test_what_heads_alone_cannot_have_is_refused(heads, options, kind, says):
+def test_options_unsupported_for_heads_are_refused(heads, options, kind, says):
     with pytest.raises(kind, match=says) as raised:
         quantforge.plan(heads["eagle"], recipe(**{"bits": 4, "method": "rtn", **options}))
     assert ("--method rtn" in raised.value.hint) == ("method" in options)
 
 
-def test_without_a_method_heads_are_rounded_plainly(heads):
+def test_default_method_for_heads_is_rtn(heads):
     assert quantforge.plan(heads["eagle"], bits=4).method == "rtn"
 
 
-def test_a_linear_that_lacks_is_told(heads, tmp_path):
+def test_missing_head_tensor_is_named(heads, tmp_path):
     name = "midlayer.mlp.up_proj.weight"
     lacking = changed(heads["eagle"], tmp_path / "h", drop=[name])
     with pytest.raises(InputError, match=r"no tensor .*up_proj"):
@@ -162,7 +162,7 @@ def test_a_linear_that_lacks_is_told(heads, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["generate", "eval", "bench"])
-def test_heads_are_no_model(heads, capsys, verb):
+def test_heads_are_refused_where_a_model_is_needed(heads, capsys, verb):
     ended = command(capsys, verb, heads["medusa"], *(["x"] if verb == "generate" else []))
     assert ended.code == RefusedError.exit_code
     assert "medusa heads, no model" in ended.err

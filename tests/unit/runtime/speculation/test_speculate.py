@@ -90,7 +90,7 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
-def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
+def test_model_as_its_own_draft_is_always_accepted(decoder, ids, sampling):
     limits = StopLimits(20)
     (plain,) = generate(decoder, [ids], limits, sampling)
     drafter = ModelDrafter(decoder, len(ids) + 20, (1,) * 4)
@@ -110,7 +110,7 @@ def test_draft_model_continues_after_wrong_tokens(decoder, ids):
         history += [*plain[:right], 77]
 
 
-def test_copies_what_followed():
+def test_ngram_drafter_copies_what_followed():
     drafter, sampler = NgramDrafter((1,) * 3), RowSampler(Sampling())
     assert drafter.draft([1, 2, 3, 4, 9, 1, 2], 3, sampler).tokens == [3, 4, 9]
     assert drafter.draft([1, 2, 3, 4, 9, 1, 2, 5, 5], 3, sampler).tokens == []
@@ -120,7 +120,7 @@ def test_copies_what_followed():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
-def test_copies_are_those_of_a_search(history, most, data):
+def test_ngram_drafts_equal_a_plain_search(history, most, data):
     """Growing by any steps, the table finds what a search through the whole text finds."""
     drafter, position = NgramDrafter((1,) * most, lengths=(3, 2, 1)), 0
     while position < len(history):
@@ -175,19 +175,19 @@ def played(pace, chance, cost, tokens=600, seed=0):
     return seconds / accepted, lengths
 
 
-def test_pace_turns_itself_off_where_drafts_do_not_pay():
+def test_draft_length_falls_to_zero_for_useless_drafts():
     seconds, lengths = played(DraftLengthController(8), 0.05, lambda k: 1 + 0.3 * k)
     assert seconds < 1.03
     assert lengths[-50:].count(0) >= 48
 
 
-def test_pace_drafts_many_where_they_are_right():
+def test_draft_length_grows_for_accepted_drafts():
     seconds, lengths = played(DraftLengthController(8), 0.97, lambda k: 1 + 0.05 * k)
     assert seconds < 1.15 * (1 + 0.05 * 8) / expected_tokens(0.97, 8)
     assert max(lengths) == 8
 
 
-def test_pace_comes_back_when_the_text_changes():
+def test_draft_length_recovers_when_the_text_changes():
     pace = DraftLengthController(6)
     played(pace, 0.0, lambda k: 1 + 0.2 * k, tokens=300)
     seconds, _ = played(pace, 1.0, lambda k: 1 + 0.2 * k, tokens=600)

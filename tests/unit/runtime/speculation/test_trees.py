@@ -97,7 +97,7 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "cohere", "mixtral", "qwen3"])
-def test_families(tiny, family):
+def test_tree_drafts_keep_the_text_of_every_family(tiny, family):
     """Windows, soft caps, several rotary bases, mixtures: positions follow the depth, not the place."""
     decoder = Decoder(load(tiny(family)).model)
     draw = random.Random(2)
@@ -112,7 +112,7 @@ def test_families(tiny, family):
 
 
 @pytest.mark.parametrize("kind", [*WORDS, ""])
-def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind):
+def test_accepted_path_equals_the_plain_cache(decoder, ids, kind):
     tree = DraftTree()
     for parent, token in ((ROOT, 7), (ROOT, 8), (1, 9), (0, 10), (2, 11), (2, 12)):
         tree.add(parent, token)
@@ -142,7 +142,7 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
 @pytest.mark.parametrize(
     "sampling", [Sampling(), DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"]
 )
-def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
+def test_model_as_its_own_draft_is_always_accepted(decoder, ids, sampling):
     limits = StopLimits(21)
     (plain,) = generate(decoder, [ids], limits, sampling)
     drafter = ModelDrafter(decoder, len(ids) + 21, SHAPE)
@@ -158,7 +158,7 @@ def path_to(tree, node):
 
 
 @pytest.mark.tokens
-def test_draft_keeps_the_path_that_was_right(decoder, ids):
+def test_draft_model_keeps_the_accepted_path(decoder, ids):
     """What is drafted after a text that followed an older tree is that of a draft model that never saw the tree."""
     reads = ModelDrafter(decoder, 200, SHAPE)
     history, sampler = list(ids), RowSampler(Sampling())
@@ -177,7 +177,7 @@ def test_draft_keeps_the_path_that_was_right(decoder, ids):
     assert max(texts[1:]) <= 2  # a leaf was never computed, and the last token; the path is there
 
 
-def test_copies_of_several_places():
+def test_ngram_tree_copies_several_matches():
     drafter, sampler = NgramDrafter((2, 1, 1), lengths=(2,)), RowSampler(Sampling())
     tree = drafter.draft([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 3, sampler)
     assert tree.tokens == [5, 6, 1, 3, 4, 1]
@@ -188,7 +188,7 @@ def test_copies_of_several_places():
     assert chain([5, 6]).is_chain
 
 
-def test_shapes():
+def test_tree_shapes_are_parsed():
     assert parse_tree_shape("3x2x1") == (3, 2, 1)
     assert DraftOptions("ngram", tree="8").shape == (8,)
     assert DraftOptions("ngram", tokens=2).shape == (1, 1)
