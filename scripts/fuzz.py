@@ -31,9 +31,9 @@ def with_atheris(name: str, rest: Sequence[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["quantforge", "quantforge_calibration"]):
-        from tests.fuzz.targets import CORPUS, TARGETS, answered, seeds
+        from tests.fuzz.targets import CORPUS, TARGETS, is_accepted, seeds
     from tests.fuzz.engine import BYTES, peak, scratch, warm_up
-    from tests.fuzz.mutate import mutated
+    from tests.fuzz.mutate import mutate_bytes
 
     corpus = seeds(name)
     place, new = scratch(), tempfile.TemporaryDirectory()
@@ -42,7 +42,7 @@ def with_atheris(name: str, rest: Sequence[str]) -> None:
     def custom(data: bytes, limit: int, seed: int) -> bytes:
         chance = random.Random(seed)
         return (
-            mutated(data, corpus, chance, limit)
+            mutate_bytes(data, corpus, chance, limit)
             if chance.random() < 0.5
             else bytes(atheris.Mutate(data, limit))
         )
@@ -63,7 +63,7 @@ def with_atheris(name: str, rest: Sequence[str]) -> None:
     ]
     atheris.Setup(
         own,
-        lambda data: answered(TARGETS[name], data, Path(place.name)) and None,
+        lambda data: is_accepted(TARGETS[name], data, Path(place.name)) and None,
         custom_mutator=custom,
     )
     atheris.Fuzz()

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from tests.acceptance import models
-from tests.acceptance.support import Copy, Made, Make, Model, Running, Start, command, typed
+from tests.acceptance.support import (
+    Artifact,
+    Copy,
+    Make,
+    Model,
+    Running,
+    Start,
+    command,
+    split_arguments,
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -44,15 +53,15 @@ def make(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Make:
     """Return a function that runs ``VERB MODEL OPTIONS`` once in a session; nobody writes into what it made."""
 
     @cache
-    def once(verb: str, source: str | Path, *words: str) -> Made:
+    def once(verb: str, source: str | Path, *words: str) -> Artifact:
         output = tmp_path_factory.mktemp("made") / f"result{_suffix(words)}"
         source_path = model(source) if isinstance(source, str) else source
         ended = command(verb, source_path, words, "-o", output, "--json")
         assert ended.code == 0, ended.err
-        return Made(output, ended.document)
+        return Artifact(output, ended.document)
 
-    def made(verb: str, source: str | Path, *options: object) -> Made:
-        return once(verb, source, *typed(*options))
+    def made(verb: str, source: str | Path, *options: object) -> Artifact:
+        return once(verb, source, *split_arguments(*options))
 
     return made
 

@@ -46,7 +46,7 @@ COMMAND_PROGRAM = (
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """The exit code and output of a command."""
 
     code: int
@@ -69,12 +69,12 @@ class Ended:
         return {(finding["check"], finding["severity"]) for finding in self.document["findings"]}
 
 
-def typed(*arguments: object) -> list[str]:
+def split_arguments(*arguments: object) -> list[str]:
     """Return arguments as a shell would: options in one text are split, tuples are flattened."""
     words: list[str] = []
     for argument in arguments:
         if isinstance(argument, tuple | list):
-            words += typed(*argument)
+            words += split_arguments(*argument)
         elif isinstance(argument, str) and argument.startswith("-"):
             words += shlex.split(argument)
         else:
@@ -82,13 +82,13 @@ def typed(*arguments: object) -> list[str]:
     return words
 
 
-def command(*arguments: object, cwd: Path | None = None, stdin: str = "") -> Ended:
+def command(*arguments: object, cwd: Path | None = None, stdin: str = "") -> CommandResult:
     """Run the command in this process."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with _as_typed(arguments, cwd, stdin), redirect_stdout(out), redirect_stderr(err):
         code = _run()
     printed = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
-    return Ended(code, *printed)
+    return CommandResult(code, *printed)
 
 
 def document(*arguments: object, cwd: Path | None = None, code: int = 0) -> Any:
@@ -114,7 +114,7 @@ def refusal(code: int, *arguments: object, cwd: Path | None = None) -> str:
 def _as_typed(arguments: tuple[object, ...], cwd: Path | None, stdin: str) -> Iterator[None]:
     directory, before, piped = Path.cwd(), sys.argv, sys.stdin
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    sys.argv = ["quantforge", *typed(*arguments)]
+    sys.argv = ["quantforge", *split_arguments(*arguments)]
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")
     os.chdir(cwd or directory)
     try:
@@ -190,14 +190,14 @@ class Running:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def ended(self) -> Ended:
+    def ended(self) -> CommandResult:
         """Wait for the end; the code of one that a signal has killed is minus its number."""
         began = time.monotonic()
         while self.running:
             assert time.monotonic() - began < TIMEOUT_SECONDS, self.err
             time.sleep(0.01)
         assert self._code is not None
-        return Ended(self._code, self.out, self.err)
+        return CommandResult(self._code, self.out, self.err)
 
     def kill(self) -> None:
         if self.running:
@@ -264,7 +264,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Made:
+class Artifact:
     """A result: where it lies, and the document that the command printed."""
 
     path: Path
@@ -272,6 +272,6 @@ class Made:
 
 
 Model = Callable[[str], Path]
-Make = Callable[..., Made]
+Make = Callable[..., Artifact]
 Start = Callable[..., Running]
 Copy = Callable[[Path], Path]

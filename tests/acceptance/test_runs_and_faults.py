@@ -28,7 +28,7 @@ from tests.acceptance.support import (
     document,
     manifest,
     refusal,
-    typed,
+    split_arguments,
 )
 from tests.thorough import further
 
@@ -262,8 +262,8 @@ def test_a_separate_process_writes_only_its_output_reproducibly(
         "TMPDIR": str(scratch),
         "HOME": str(scratch),
     }
-    done = subprocess.run([sys.executable, "-c", AUDIT, report, *typed(words)], capture_output=True, text=True,
-                          check=False, cwd=scratch, env=surroundings)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", AUDIT, report, *split_arguments(words)], capture_output=True,
+                          text=True, check=False, cwd=scratch, env=surroundings)  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = report.read_text().splitlines()
     allowed = (f"write {directory}", f"write {scratch}", "write /dev/null")

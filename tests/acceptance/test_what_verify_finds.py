@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.acceptance.support import RTN, Copy, Ended, Make, Model, command, config, tensors
+from tests.acceptance.support import RTN, CommandResult, Copy, Make, Model, command, config, tensors
 from tests.thorough import further, usual
 
 MANIFEST = "quantforge.manifest.json"
@@ -25,7 +25,7 @@ def result(make: Make, copied: Copy) -> Path:
     return copied(make("quantize", "llama", RTN).path)
 
 
-def run_verify(result: Path, *words: object) -> Ended:
+def run_verify(result: Path, *words: object) -> CommandResult:
     return command("verify", result, words, "--json")
 
 

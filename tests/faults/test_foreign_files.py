@@ -44,21 +44,21 @@ def assert_refused(
     out: Path, work: Callable[[], object], kind: type[QuantForgeError], word: str
 ) -> None:
     """Check that ``work`` is refused with ``word`` in its message, and changes no file but its lock."""
-    before = unlocked(out.parent)
+    before = files_without_lock(out.parent)
     with pytest.raises(kind) as caught:
         work()
     assert word in caught.value.message
     assert caught.value.hint
-    assert unlocked(out.parent) == before
+    assert files_without_lock(out.parent) == before
 
 
-def unlocked(directory: Path) -> dict[str, bytes]:
+def files_without_lock(directory: Path) -> dict[str, bytes]:
     return {
         name: data for name, data in content(directory).items() if not name.endswith(".qf/lock")
     }
 
 
-def edit(out: Path, change: Callable[[dict[str, object]], object]) -> None:
+def edit_manifest(out: Path, change: Callable[[dict[str, object]], object]) -> None:
     path = out / MANIFEST if out.is_dir() else out.with_name(f"{out.name}{MANIFEST_SUFFIX}")
     document = json.loads(path.read_text())
     change(document)
@@ -84,17 +84,20 @@ PLANTED_INSIDE: dict[str, tuple[Plant, str]] = {
     ),
     "a signature of something else": (lambda out: (out / "model.sig").write_text("{}"), "model.sig"),
     "a manifest that lists a way out": (
-        lambda out: edit(out, lambda d: d["outputs"].update({"../canary": {"bytes": 6}})), "../canary",
+        lambda out: edit_manifest(out, lambda d: d["outputs"].update({"../canary": {"bytes": 6}})), "../canary",
     ),
     "a manifest that lists an absolute name": (
-        lambda out: edit(out, lambda d: d["outputs"].update({"/etc/hosts": {"bytes": 6}})), "/etc/hosts",
+        lambda out: edit_manifest(out, lambda d: d["outputs"].update({"/etc/hosts": {"bytes": 6}})),
+        "/etc/hosts",
     ),
-    "a manifest that lists less": (lambda out: edit(out, lambda d: d["outputs"].pop("config.json")), "config.json"),
-    "a manifest of an older version": (lambda out: edit(out, lambda d: d.pop("outputs")), MANIFEST),
+    "a manifest that lists less": (
+        lambda out: edit_manifest(out, lambda d: d["outputs"].pop("config.json")), "config.json",
+    ),
+    "a manifest of an older version": (lambda out: edit_manifest(out, lambda d: d.pop("outputs")), MANIFEST),
     "a manifest without sizes": (
-        lambda out: edit(out, lambda d: d.update(outputs=dict.fromkeys(d["outputs"]))), "states no size",
+        lambda out: edit_manifest(out, lambda d: d.update(outputs=dict.fromkeys(d["outputs"]))), "states no size",
     ),
-    "a manifest of something else": (lambda out: edit(out, lambda d: d.update(schema="x")), MANIFEST),
+    "a manifest of something else": (lambda out: edit_manifest(out, lambda d: d.update(schema="x")), MANIFEST),
     "a manifest that is damaged": (lambda out: (out / MANIFEST).write_text("["), MANIFEST),
     "a manifest that is a link": (
         lambda out: ((out / MANIFEST).rename(out.parent / "x"), (out / MANIFEST).symlink_to("../x")), MANIFEST,
@@ -194,12 +197,12 @@ PLANTED_BESIDE: dict[str, tuple[Plant, str]] = {
     "a directory": (lambda out: (out.parent / "m.Modelfile").mkdir(), "m.Modelfile"),
     "a link": (lambda out: (out.parent / "m.Modelfile").symlink_to("nowhere"), "m.Modelfile"),
     "a manifest that lists a neighbour": (
-        lambda out: edit(out, lambda d: d["outputs"].update({HF[0]: {"bytes": 4}})), HF[0],
+        lambda out: edit_manifest(out, lambda d: d["outputs"].update({HF[0]: {"bytes": 4}})), HF[0],
     ),
     "a manifest that lists a way out": (
-        lambda out: edit(out, lambda d: d["outputs"].update({"../canary": {"bytes": 6}})), "../canary",
+        lambda out: edit_manifest(out, lambda d: d["outputs"].update({"../canary": {"bytes": 6}})), "../canary",
     ),
-    "a manifest of an older version": (lambda out: edit(out, lambda d: d.pop("outputs")), MANIFEST_SUFFIX),
+    "a manifest of an older version": (lambda out: edit_manifest(out, lambda d: d.pop("outputs")), MANIFEST_SUFFIX),
     "no manifest": (lambda out: out.with_name(f"{out.name}{MANIFEST_SUFFIX}").unlink(), "is not a result"),
 }  # fmt: skip
 

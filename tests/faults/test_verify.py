@@ -544,13 +544,13 @@ ODD_VALUES: list[Any] = [
 ]
 
 
-def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def json_paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a JSON document."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         yield (*path, key)
         if isinstance(value, dict | list):
-            yield from places(value, (*path, key))
+            yield from json_paths(value, (*path, key))
 
 
 @pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
@@ -560,7 +560,7 @@ def test_odd_quantization_configs_raise_no_python_error(base, artifact, tmp_path
     (model / NAME).unlink()
     config = json.loads((model / CONFIG).read_text())
     config["quantization_config"].setdefault("dynamic", {})
-    for path in places(method(config), ("quantization_config",)):
+    for path in json_paths(method(config), ("quantization_config",)):
         for value in random.Random(str(path)).sample(ODD_VALUES, 2):
             changed = deepcopy(config)
             node = changed

@@ -53,7 +53,7 @@ RELEASED: dict[str, Document] = {
 }  # fmt: skip
 
 
-def saved(config: Document) -> Document:
+def as_saved_by_transformers(config: Document) -> Document:
     """Return a configuration as transformers saves it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -63,10 +63,10 @@ def saved(config: Document) -> Document:
 
 
 def find_differences(
-    own: Document, other: Document, tensors: dict[str, str] | None = None
+    config_document: Document, other: Document, tensors: dict[str, str] | None = None
 ) -> list[str]:
     report = Report(Path("m"))
-    compare_files(report, SideFiles(own, tensors=tensors or {}), SideFiles(other))
+    compare_files(report, SideFiles(config_document, tensors=tensors or {}), SideFiles(other))
     findings = [item for item in report.findings if item.check == "configuration"]
     assert all(item.where == "config.json" for item in findings)
     return [f"{item.severity} {item.detail}" for item in findings]
@@ -75,8 +75,8 @@ def find_differences(
 @pytest.mark.parametrize("name", RELEASED)
 def test_files_saved_by_transformers_pass(name):
     released = RELEASED[name]
-    assert find_differences(saved(released), released) == []
-    assert find_differences(released, saved(released)) == []
+    assert find_differences(as_saved_by_transformers(released), released) == []
+    assert find_differences(released, as_saved_by_transformers(released)) == []
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -139,9 +139,9 @@ def test_every_changed_or_added_configuration_key_is_found(name):
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_missing_key_is_found_if_its_default_differs(name):
     config = RELEASED[name]
-    whole = saved(config)
+    whole = as_saved_by_transformers(config)
     for key in config.keys() - OPTIONAL_KEYS:
-        gone = saved(with_value(config, (key,))) if key != "model_type" else {}
+        gone = as_saved_by_transformers(with_value(config, (key,))) if key != "model_type" else {}
         if any(gone.get(other_key) != value for other_key, value in whole.items()):
             assert find_differences(with_value(config, (key,)), config), key
 
@@ -178,7 +178,7 @@ def test_a_built_in_attention_implementation_passes():
 
 
 def test_older_and_newer_key_spellings_must_agree():
-    config = saved(RELEASED["llama"])
+    config = as_saved_by_transformers(RELEASED["llama"])
     scaling = RELEASED["llama"]["rope_scaling"]
     assert find_differences({**config, "rope_theta": 5e5}, config) == []
     assert find_differences({**config, "rope_scaling": scaling, "rope_theta": 5e5}, config) == []

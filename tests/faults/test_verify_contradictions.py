@@ -114,7 +114,7 @@ def index(order: Callable[[torch.Tensor], torch.Tensor], *modules: str) -> Edit:
     return apply
 
 
-def without(end: str) -> Edit:
+def remove_tensors(end: str) -> Edit:
     def apply(model: Model) -> None:
         for name in [name for name in model.tensors if name.endswith(end)]:
             del model.tensors[name]
@@ -122,7 +122,7 @@ def without(end: str) -> Edit:
     return apply
 
 
-def added(name: str, value: torch.Tensor) -> Edit:
+def add_tensor(name: str, value: torch.Tensor) -> Edit:
     return lambda model: model.tensors.update({name: value})
 
 
@@ -146,9 +146,9 @@ def only_config(model: Model) -> None:
 
 def unquantize_up(model: Model) -> None:
     """Store one module that a group targets unquantized."""
-    without(f"{UP}.weight_packed")(model)
-    without(f"{UP}.weight_scale")(model)
-    without(f"{UP}.weight_shape")(model)
+    remove_tensors(f"{UP}.weight_packed")(model)
+    remove_tensors(f"{UP}.weight_scale")(model)
+    remove_tensors(f"{UP}.weight_shape")(model)
     model.tensors[f"{UP}.weight"] = torch.randn(128, 64).bfloat16()
 
 
@@ -179,8 +179,8 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "one scale for a row": (INT4, weights(strategy="channel", group_size=None), "asks for"),
     "asymmetric without zero points": (INT4, weights(symmetric=False), "weight_zero_point"),
     "symmetric with zero points": (ASYM, weights(symmetric=True), "weight_zero_point"),
-    "nvfp4 without its divisor": (NVFP4, without("up_proj.weight_global_scale"), "weight_global_scale"),
-    "mxfp4 with a divisor": (MXFP4, added(f"{UP}.weight_global_scale", torch.ones(1)), "weight_global_scale"),
+    "nvfp4 without its divisor": (NVFP4, remove_tensors("up_proj.weight_global_scale"), "weight_global_scale"),
+    "mxfp4 with a divisor": (MXFP4, add_tensor(f"{UP}.weight_global_scale", torch.ones(1)), "weight_global_scale"),
     "static inputs without their scales": (INT8, inputs(dynamic=False, strategy="tensor"), "input_scale"),
     "scales of inputs that are not static": (FP8, inputs(dynamic=True), "input_scale"),
     # the order of columns
@@ -214,8 +214,9 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "4 bits, and nothing said": (NF4, drop("load_in_4bit"), "load_in_4bit is missing"),
     "symmetric, and said to be not": (GPTQ, both(only_config, put(sym=False)), "sym = False"),
     "asymmetric, and said to be not": (V2, put(sym=True), "config.json says sym"),
-    "desc_act without g_idx": (GPTQ, both(only_config, put(desc_act=True), without(".g_idx")), "g_idx is missing"),
-    "desc_act, one g_idx missing": (ORDERED, both(only_config, without("up_proj.g_idx")), "g_idx is missing"),
+    "desc_act without g_idx": (GPTQ,
+        both(only_config, put(desc_act=True), remove_tensors(".g_idx")), "g_idx is missing"),
+    "desc_act, one g_idx missing": (ORDERED, both(only_config, remove_tensors("up_proj.g_idx")), "g_idx is missing"),
     "scattered, and no desc_act": (ORDERED, both(only_config, put(desc_act=False)), "runs of columns"),
     "scattered, and no desc_act of one": (ORDERED, both(
         only_config, put(dynamic={"+:.*up_proj": {"desc_act": False}})), "runs of columns"),
@@ -257,7 +258,7 @@ HEALTHY: dict[str, tuple[str, Edit]] = {
     "one group by name, one by class": (INT4, second_group(UP)),
     "a head that a pattern ignores": (INT4, put(ignore=["re:.*lm_head"])),
     "targets that leave the head alone": (INT4, both(put(ignore=[]), group(targets=["re:.*layers.*"]))),
-    "no desc_act, no g_idx": (GPTQ, without(".g_idx")),
+    "no desc_act, no g_idx": (GPTQ, remove_tensors(".g_idx")),
     "desc_act, in order, as static groups are": (GPTQ, both(only_config, put(desc_act=True, static_groups=True))),
     "desc_act of one group": (GPTQ, both(only_config, one_group, put(desc_act=True, group_size=-1))),
     "no arguments but those that are needed": (INT4, lambda m: m.group.update(

@@ -42,10 +42,10 @@ def side_files(files: dict[str, bytes]) -> SideFiles:
     return SideFiles(json.loads(files[CONFIG]), rest)
 
 
-def check_files(own: SideFiles, other: SideFiles) -> Report:
+def check_files(edited_files: SideFiles, other: SideFiles) -> Report:
     report = Report(peers.FIXTURES)
-    compare_files(report, own, other)
-    find_contradictions(report, own, 100)
+    compare_files(report, edited_files, other)
+    find_contradictions(report, edited_files, 100)
     return report
 
 

@@ -15,7 +15,7 @@ from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
 from quantforge.verification.side_files import SideFiles, compare_files
 from tests import gguf_models
-from tests.faults.test_verify_configuration import other_than, places, with_value
+from tests.faults.test_verify_configuration import json_paths, other_than, with_value
 
 _ADDED = {"__type": "AddedToken"}
 _TOKEN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -146,7 +146,7 @@ def test_every_tokenizer_value_is_compared(name, released, monkeypatch):
     other = read(source)
     tree = json.loads(other.files[NAME])
     seen: set[Any] = set()
-    for path in places(tree):
+    for path in json_paths(tree):
         if SAMPLED & set(path):
             if path[:2] in seen and len(path) > 2:
                 continue

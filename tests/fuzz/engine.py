@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.mutate import mutated
-from tests.fuzz.targets import TARGETS, Target, answered, seeds
+from tests.fuzz.mutate import mutate_bytes
+from tests.fuzz.targets import TARGETS, Target, is_accepted, seeds
 
 SECONDS = 1.0  # of the processor: the machine may be busy
 BYTES = 200 << 20
@@ -44,7 +44,7 @@ def fuzz(
     Inputs are numbered from ``first``; each is a function of target, seed and number.
     """
     corpus, outcome = seeds(name), Outcome(name)
-    signal.signal(signal.SIGPROF, _hangs)
+    signal.signal(signal.SIGPROF, _raise_timeout)
     start = time.process_time()
     with scratch() as directory:
         path = Path(directory)
@@ -54,11 +54,11 @@ def fuzz(
         outcome.executions, outcome.growth, before = 0, 0, peak()
         for number in range(first, first + executions):
             chance = random.Random(f"{name} {seed} {number}")
-            data = mutated(chance.choice(corpus), corpus, chance)
+            data = mutate_bytes(chance.choice(corpus), corpus, chance)
             _execute(outcome, TARGETS[name], data, path)
             outcome.growth = peak() - before
             if outcome.growth > BYTES:
-                _found(outcome, data, f"{outcome.growth >> 20} MB")
+                _record_finding(outcome, data, f"{outcome.growth >> 20} MB")
                 before = peak()
             if time.process_time() - start > seconds:
                 break
@@ -84,27 +84,27 @@ def _execute(outcome: Outcome, target: Target, data: bytes, directory: Path) -> 
     start = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, GIVEN_UP)
     try:
-        outcome.accepted += answered(target, data, directory)
+        outcome.accepted += is_accepted(target, data, directory)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        _found(outcome, data, "".join(traceback.format_exception(error)[-3:]))
+        _record_finding(outcome, data, "".join(traceback.format_exception(error)[-3:]))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     spent = time.process_time() - start
     outcome.executions += 1
     outcome.slowest = max(outcome.slowest, spent)
     if spent > SECONDS:
-        _found(outcome, data, f"{spent:.1f} s")
+        _record_finding(outcome, data, f"{spent:.1f} s")
 
 
-def _found(outcome: Outcome, data: bytes, what: str) -> None:
+def _record_finding(outcome: Outcome, data: bytes, what: str) -> None:
     """Keep one input of each kind of finding."""
     outcome.count += 1
     outcome.findings.setdefault(what.strip().splitlines()[-1][:60], (what, data))
 
 
-def _hangs(number: int, frame: object) -> None:
+def _raise_timeout(number: int, frame: object) -> None:
     raise TimeoutError(f"no answer in {GIVEN_UP} s")
 
 

@@ -27,7 +27,7 @@ WORDS = (
 )  # fmt: skip
 
 
-def mutated(
+def mutate_bytes(
     seed: bytes, others: Sequence[bytes], chance: random.Random, limit: int = 1 << 16
 ) -> bytes:
     """Return a damaged copy of ``seed`` of at most ``limit`` bytes; ``others`` lend pieces."""
@@ -70,9 +70,9 @@ def _splice(data: bytes, others: Sequence[bytes], chance: random.Random) -> byte
 def _integer(data: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
     """An odd number in place of the bytes at some place, or of a number that is written there."""
     number = chance.choice(ODD_NUMBERS)
-    written = list(re.finditer(rb"-?[0-9]+", data)) if len(data) < 1 << 15 else []
-    if written and chance.random() < 0.5:
-        match = chance.choice(written)
+    numbers = list(re.finditer(rb"-?[0-9]+", data)) if len(data) < 1 << 15 else []
+    if numbers and chance.random() < 0.5:
+        match = chance.choice(numbers)
         return data[: match.start()] + str(number).encode() + data[match.end() :]
     size = chance.choice((1, 2, 4, 8))
     at = chance.randrange(len(data) + 1)

@@ -43,7 +43,7 @@ Target = Callable[[bytes, Path], None]
 
 def safetensors(data: bytes, directory: Path) -> None:
     """The header, and then every tensor that it promises."""
-    entries = read_header(written(directory / "model.safetensors", data))
+    entries = read_header(save_bytes(directory / "model.safetensors", data))
     for entry in entries.values():
         if entry.dtype in TORCH_NAMES:
             read_tensor(entry)
@@ -55,7 +55,7 @@ def index(data: bytes, directory: Path) -> None:
         shard = directory / f"{name}.safetensors"
         if not shard.exists():
             shard.write_bytes(header_bytes([StoredTensor(tensor, "U8", (1,))]) + b"\0")
-    written(directory / INDEX_FILE, data)
+    save_bytes(directory / INDEX_FILE, data)
     read_weights(directory, FILES.list_names(directory, None))
 
 
@@ -75,7 +75,7 @@ def config(data: bytes, directory: Path) -> None:
         if _is_tensor(item)
     ]
     configuration = document.get("config")
-    written(directory / "config.json", json.dumps(configuration).encode())
+    save_bytes(directory / "config.json", json.dumps(configuration).encode())
     (plan,) = plan_files((tensors,))
     with (directory / "model.safetensors").open("wb") as file:
         file.write(plan.fixed[0][1])
@@ -102,7 +102,7 @@ def _is_tensor(item: object) -> bool:
 
 def gguf(data: bytes, directory: Path) -> None:
     """The header, the model behind it, its tensors and its tokenizer."""
-    checkpoint = open_gguf(written(directory / "m.gguf", data))
+    checkpoint = open_gguf(save_bytes(directory / "m.gguf", data))
     with suppress(QuantForgeError):
         tokenizer_files(checkpoint.file)
     file_format = detect_format(checkpoint.config)
@@ -115,7 +115,7 @@ def gguf(data: bytes, directory: Path) -> None:
 
 def imatrix(data: bytes, directory: Path) -> None:
     """Either imatrix format, by the first bytes of the file."""
-    read_imatrix(written(directory / "imatrix", data))
+    read_imatrix(save_bytes(directory / "imatrix", data))
 
 
 def recipe(data: bytes, directory: Path) -> None:
@@ -140,14 +140,14 @@ def pattern(data: bytes, directory: Path) -> None:
 
 def release(data: bytes, directory: Path) -> None:
     """The manifest of a foreign release, against its files."""
-    written(directory / manifest.NAME, data)
-    written(directory / "model.safetensors", b"")
+    save_bytes(directory / manifest.NAME, data)
+    save_bytes(directory / "model.safetensors", b"")
     check_manifest(Report(directory))
 
 
 def card(data: bytes, directory: Path) -> None:
     """The front matter of a model card."""
-    source_card_fields(written(directory / "README.md", data))
+    source_card_fields(save_bytes(directory / "README.md", data))
 
 
 def tokenizer(data: bytes, directory: Path) -> None:
@@ -157,7 +157,7 @@ def tokenizer(data: bytes, directory: Path) -> None:
     except (TypeError, ValueError, RecursionError) as error:  # numbers may be larger than elsewhere
         raise InputError("no bundle of files") from error
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        written(directory / name, json.dumps(document.get(name)).encode())
+        save_bytes(directory / name, json.dumps(document.get(name)).encode())
     vocabulary(directory, 320, {"bos_token_id": 0, "eos_token_id": [1]})
 
 
@@ -166,13 +166,13 @@ def journal(data: bytes, path: Path) -> None:
     directory = path / "journal"
     work = Journal(directory, {"a": "1"})
     work.close()
-    written(directory / "journal.jsonl", data)
+    save_bytes(directory / "journal.jsonl", data)
     Journal(directory, {"a": "1"}).close()
 
 
 def jsonl(data: bytes, directory: Path) -> None:
     """Calibration text as lines of JSON, and as plain text."""
-    path = written(directory / "text.jsonl", data)
+    path = save_bytes(directory / "text.jsonl", data)
     with suppress(SourceError):
         read_text(path, 1000)
     for _ in read_jsonl(path, RowReader(chat=True)):
@@ -193,7 +193,7 @@ TARGETS: Mapping[str, Target] = {
 }  # fmt: skip
 
 
-def answered(target: Target, data: bytes, directory: Path) -> bool:
+def is_accepted(target: Target, data: bytes, directory: Path) -> bool:
     """Return whether a target accepts the input; other exceptions propagate."""
     try:
         target(data, directory)
@@ -207,7 +207,7 @@ def seeds(name: str) -> list[bytes]:
     return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
 
 
-def written(path: Path, data: bytes) -> Path:
+def save_bytes(path: Path, data: bytes) -> Path:
     """Write a file and return its path."""
     path.write_bytes(data)
     return path

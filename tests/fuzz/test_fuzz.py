@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.fuzz.engine import fuzz
-from tests.fuzz.mutate import mutated
+from tests.fuzz.mutate import mutate_bytes
 from tests.fuzz.targets import CORPUS, TARGETS, seeds
 
 
@@ -27,7 +27,7 @@ def test_mutation_is_deterministic_and_reaches_past_headers() -> None:
     """A generator that only made noise would leave every parser at its first check."""
     corpus = seeds("safetensors")
     first, second = (
-        [mutated(corpus[0], corpus, random.Random(n)) for n in range(300)] for _ in range(2)
+        [mutate_bytes(corpus[0], corpus, random.Random(n)) for n in range(300)] for _ in range(2)
     )
     assert first == second
     assert len(set(first)) > 250

@@ -52,7 +52,7 @@ def draw(seed: int, number: int, tree: Path) -> Case:
     return case
 
 
-def copied(root: Path, directory: Path) -> Path:
+def copy_tree(root: Path, directory: Path) -> Path:
     """Copy the sound tree; files are hard links, which damage replaces and never writes to."""
     tree = directory / "tree"
     shutil.copytree(root, tree, symlinks=True, copy_function=_link)

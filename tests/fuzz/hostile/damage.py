@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.mutate import ODD_VALUES, WORDS, _document, mutated
+from tests.fuzz.mutate import ODD_VALUES, WORDS, _document, mutate_bytes
 
 Damage = Callable[[Path, Path, random.Random], None]
 ODD_NAMES = (
@@ -28,7 +28,9 @@ _MANY = 200_000
 def damage_bytes(path: Path, tree: Path, chance: random.Random) -> None:
     """Flip, cut, repeat, splice, or edit the document inside."""
     data = _content(path)
-    _replace(path, mutated(data[: 1 << 20], [data[: 1 << 16]], chance, 1 << 20) + data[1 << 20 :])
+    _replace(
+        path, mutate_bytes(data[: 1 << 20], [data[: 1 << 16]], chance, 1 << 20) + data[1 << 20 :]
+    )
 
 
 def damage_document(path: Path, tree: Path, chance: random.Random) -> None:
@@ -76,7 +78,7 @@ def grow_nested(path: Path, tree: Path, chance: random.Random) -> None:
     _replace(path, text)
 
 
-def replace_place(path: Path, tree: Path, chance: random.Random) -> None:
+def replace_file(path: Path, tree: Path, chance: random.Random) -> None:
     """Put something else than a regular file at the place, or nothing."""
     kind = chance.randrange(10)
     outside = tree.parent / "outside.txt"
@@ -185,7 +187,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 GENERAL: tuple[Damage, ...] = (
-    damage_bytes, damage_bytes, damage_text, grow_nested, replace_place, replace_place, append_sparse, add_strays,
+    damage_bytes, damage_bytes, damage_text, grow_nested, replace_file, replace_file, append_sparse, add_strays,
     rename_odd,
 )  # fmt: skip
 DOCUMENT: tuple[Damage, ...] = (*[damage_document] * 6, *[damage_lists] * 4)

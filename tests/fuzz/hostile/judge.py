@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantforge.numerics.allocator import trim
-from tests.fuzz.hostile.cases import Case, copied, draw
+from tests.fuzz.hostile.cases import Case, copy_tree, draw
 from tests.fuzz.hostile.tree import run
 
 SECONDS = 10.0
@@ -44,11 +44,11 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
 
 
-def judged(seed: int, number: int, root: Path) -> Verdict:
+def judge_case(seed: int, number: int, root: Path) -> Verdict:
     """Draw a case, run it and judge it."""
     with tempfile.TemporaryDirectory(prefix="hostile-", dir=root.parent) as name:
         directory = Path(name)
-        tree = copied(root, directory)
+        tree = copy_tree(root, directory)
         os.mkfifo(tree / "fifo")
         case = draw(seed, number, tree)
         verdict = _run(case, tree, directory)
@@ -75,7 +75,7 @@ def _run(case: Case, tree: Path, directory: Path) -> Verdict:
         (directory / name).read_bytes()[:_SHOWN].decode("utf-8", "replace")
         for name in ("out", "err")
     )
-    if not _named(case, tree):
+    if not _argument_leads_outside(case, tree):
         verdict.wrong += [
             f"the content of another directory on {name}"
             for name, text in (("stdout", out), ("stderr", err))
@@ -85,7 +85,7 @@ def _run(case: Case, tree: Path, directory: Path) -> Verdict:
     return verdict
 
 
-def _named(case: Case, tree: Path) -> bool:
+def _argument_leads_outside(case: Case, tree: Path) -> bool:
     """Whether an argument itself leads to the canary: what a person names may be a link to anywhere."""
     outside = (tree.parent / "outside.txt").resolve()
     paths = (tree / argument.partition(":")[0] for argument in case.arguments)
@@ -167,7 +167,7 @@ def judge_all(
     """Judge cases one after another, and return those with something wrong."""
     failed = []
     for number in numbers:
-        verdict = judged(seed, number, root)
+        verdict = judge_case(seed, number, root)
         tell(verdict)
         if verdict.wrong:
             failed.append(verdict)

@@ -20,22 +20,22 @@ def build_sources(root: Path, make: Callable[[str, Path], object]) -> None:
     """Make them below ``root``, where ``model`` is a llama; ``make(family, place)`` saves a model of another family."""
     make("mixtral", root / "moe")
     make("gpt-oss", root / "blocks-plain")
-    _published(root / "blocks-plain", root / "mxfp4", _in_blocks, {"quant_method": "mxfp4"})
+    _write_encoded(root / "blocks-plain", root / "mxfp4", _encode_mxfp4, {"quant_method": "mxfp4"})
     shutil.rmtree(root / "blocks-plain")
-    _published(root / "model", root / "fp8", _in_tiles, _TILES)
-    _published(root / "model", root / "nvfp4", _in_nvfp4, _NVFP4)
-    _adapter(root / "model", root / "lora")
-    _undeclared(root / "undeclared")
+    _write_encoded(root / "model", root / "fp8", _encode_fp8_tiles, _TILES)
+    _write_encoded(root / "model", root / "nvfp4", _encode_nvfp4, _NVFP4)
+    _write_adapter(root / "model", root / "lora")
+    _build_undeclared(root / "undeclared")
 
 
-def _stored(model: Path) -> dict[str, Tensor]:
+def _load_tensors(model: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
 
 
-def _published(
+def _write_encoded(
     model: Path,
     output: Path,
     encode: Callable[[str, Tensor], dict[str, Tensor]],
@@ -44,7 +44,7 @@ def _published(
     """Write a model whose tensors are encoded, and say so in its configuration."""
     shutil.copytree(model, output, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors: dict[str, Tensor] = {}
-    for name, value in _stored(model).items():
+    for name, value in _load_tensors(model).items():
         tensors |= encode(name, value)
     save_file(tensors, output / "model.safetensors", {"format": "pt"})
     config = json.loads((output / "config.json").read_text())
@@ -52,7 +52,7 @@ def _published(
     (output / "config.json").write_text(json.dumps(config))
 
 
-def _in_tiles(name: str, value: Tensor) -> dict[str, Tensor]:
+def _encode_fp8_tiles(name: str, value: Tensor) -> dict[str, Tensor]:
     """Encode as DeepSeek publishes: e4m3 under a multiplier for each tile."""
     if not name.endswith("proj.weight"):
         return {name: value}
@@ -64,7 +64,7 @@ def _in_tiles(name: str, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _in_nvfp4(name: str, value: Tensor) -> dict[str, Tensor]:
+def _encode_nvfp4(name: str, value: Tensor) -> dict[str, Tensor]:
     """Encode as Model Optimizer publishes: any elements, steps of e4m3, one scale of the tensor."""
     if not name.endswith("proj.weight"):
         return {name: value}
@@ -78,7 +78,7 @@ def _in_nvfp4(name: str, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _in_blocks(name: str, value: Tensor) -> dict[str, Tensor]:
+def _encode_mxfp4(name: str, value: Tensor) -> dict[str, Tensor]:
     """Encode as gpt-oss is published: any elements of 4 bits under powers of two."""
     if not name.endswith(("gate_up_proj", "down_proj")):
         return {name: value}
@@ -91,11 +91,11 @@ def _in_blocks(name: str, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _adapter(model: Path, output: Path) -> None:
+def _write_adapter(model: Path, output: Path) -> None:
     """Write an adapter as PEFT does."""
     output.mkdir()
     tensors = {}
-    for name, value in _stored(model).items():
+    for name, value in _load_tensors(model).items():
         if name.endswith(("q_proj.weight", "down_proj.weight")):
             rows, columns = value.shape
             module = "base_model.model." + name.removesuffix(".weight")
@@ -109,7 +109,7 @@ def _adapter(model: Path, output: Path) -> None:
     (output / "adapter_config.json").write_text(json.dumps(adapter_config))
 
 
-def _undeclared(output: Path) -> None:
+def _build_undeclared(output: Path) -> None:
     """Save a model of a family that nobody declared."""
     from scripts import tiny_families
     from tests.conftest import tiny_tokenizer

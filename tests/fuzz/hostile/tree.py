@@ -61,12 +61,12 @@ def build(root: Path, make: Callable[[str, Path], object]) -> None:
 
         table = pyarrow.table({"text": [TEXT] * 40, "other": list(range(40))})
         parquet.write_table(table, root / "text.parquet")
-    _keys(root)
-    _sharded(model, root / "sharded")
-    _artifacts(root)
+    _write_keys(root)
+    _write_sharded(model, root / "sharded")
+    _build_artifacts(root)
 
 
-def _keys(root: Path) -> None:
+def _write_keys(root: Path) -> None:
     """Write a private key and its public one."""
     with suppress(ImportError):
         from cryptography.hazmat.primitives import serialization
@@ -82,7 +82,7 @@ def _keys(root: Path) -> None:
         (root / PUBLIC).write_bytes(key.public_key().public_bytes(pem, public))
 
 
-def _sharded(model: Path, output: Path) -> None:
+def _write_sharded(model: Path, output: Path) -> None:
     """The same model over two files."""
     from safetensors.torch import load_file, save_file
 
@@ -101,7 +101,7 @@ def _sharded(model: Path, output: Path) -> None:
     )
 
 
-def _artifacts(root: Path) -> None:
+def _build_artifacts(root: Path) -> None:
     """Quantize, export, observe; and leave one run in the middle."""
     plain = "quantize model --bits 4 --scales absmax --rule re:.*=int4:g32 -o"
     os.chdir(root)
@@ -126,10 +126,10 @@ def _artifacts(root: Path) -> None:
     for left in ("g", *(f"{n}.gguf{end}" for n in "vw" for end in ("", ".quantforge.json"))):
         path = root / left
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    _interrupted(plain)
+    _leave_interrupted_run(plain)
 
 
-def _interrupted(plain: str) -> None:
+def _leave_interrupted_run(plain: str) -> None:
     """End a run after its second unit, as a kill would; what it leaves is found by the name of its output."""
     child = os.fork()
     if child == 0:
