@@ -1,4 +1,4 @@
-"""Commands that serve a result, parsed by what engines document: every option is one, with a value that it takes."""
+"""Serve commands use only options and values that the engines document."""
 
 from __future__ import annotations
 

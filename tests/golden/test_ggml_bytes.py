@@ -1,4 +1,4 @@
-"""ggml's types against ggml: golden bytes, the gguf package, and the quantizers of the library itself."""
+"""ggml block types equal golden bytes, the gguf package and ggml's own quantizers."""
 
 import hashlib
 import math

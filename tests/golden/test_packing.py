@@ -1,4 +1,4 @@
-"""Words that other programs write, and slow independent readers of each layout."""
+"""Packed words equal those of other programs and decode with slow independent readers."""
 
 import pytest
 import torch

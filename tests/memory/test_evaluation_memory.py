@@ -1,4 +1,4 @@
-"""The memory of a model in a report is the model's: not that of a compiler which the first packed one needed."""
+"""The memory that a report gives for a model excludes the kernel compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming holds what the prediction says: one block, its Hessians, hidden states, one micro-batch."""
+"""Streaming uses as much memory as predicted: one block, its Hessians, hidden states and a micro-batch."""
 
 from __future__ import annotations
 

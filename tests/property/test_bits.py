@@ -1,4 +1,4 @@
-"""The bit stream against its definition, bit by bit, for every width and any shape."""
+"""Bit packing equals its definition for every width and shape."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The same command writes the same bytes, whatever surrounds it; and shards cut the files, not the tensors."""
+"""The same command writes the same bytes in any environment; shards hold the same tensors."""
 
 from __future__ import annotations
 

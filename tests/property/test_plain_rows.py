@@ -1,4 +1,4 @@
-"""Whatever the matrix and its inputs, no row is worse by gptq than what rtn writes for it with the same recipe."""
+"""No row rounded with GPTQ has a larger error than with RTN under the same recipe."""
 
 from __future__ import annotations
 

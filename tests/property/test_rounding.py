@@ -1,4 +1,4 @@
-"""Whatever the weight, the inputs and the scheme: stored values are usable, and every step is a step down."""
+"""Stored codes and scales are always usable, and every refinement lowers the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Against the reference library: what we accept it accepts, with the same tensors, and back."""
+"""The safetensors reader and writer agree with the reference library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.headers import file_bytes
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def ours(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
+def read_with_quantforge(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "x"
         path.write_bytes(data)
@@ -36,7 +36,7 @@ def ours(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
             return None
 
 
-def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
+def read_with_library(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
     try:
         result = safetensors.deserialize(data)
     except safetensors.SafetensorError:
@@ -45,10 +45,10 @@ def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
 
 
 def agree(data: bytes) -> None:
-    accepted = ours(data)
+    accepted = read_with_quantforge(data)
     event("accepted" if accepted is not None else "refused")
     if accepted is not None:
-        assert theirs(data) == accepted
+        assert read_with_library(data) == accepted
 
 
 # --- headers built from good and bad pieces -------------------------------------------------------
@@ -158,7 +158,7 @@ def test_damaged_files_never_read_differently_from_safetensors(
     for position, new in edits:
         data[position : position + 1] = new
     agree(bytes(data))
-    assert edits or ours(VALID) is not None
+    assert edits or read_with_quantforge(VALID) is not None
 
 
 # --- written files --------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_written_files_are_read_by_both_libraries(
                 writer.write(tensor.name, filled(tensor, n))
         written = [(Path(directory) / name).read_bytes() for name in shard_names(len(shards))]
     assert sum(map(len, written)) == file_bytes(shards)
-    for read in (ours, theirs):
+    for read in (read_with_quantforge, read_with_library):
         results: dict[str, Any] = {}
         for data in written:
             part = read(data)

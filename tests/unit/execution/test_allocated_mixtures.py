@@ -1,4 +1,4 @@
-"""Allocation for mixtures of experts: errors of single experts, one scheme for all of a layer, bytes of a token."""
+"""Allocation for mixtures of experts: errors per expert and one scheme per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocation on the bundled model: errors as the run makes them, sizes as they were asked for, refusals before work."""
+"""Allocation on the bundled model: measured errors, requested sizes and early refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of a block are brought back from what was written of them."""
+"""Parameters of a block are restored from the written tensors."""
 
 from __future__ import annotations
 

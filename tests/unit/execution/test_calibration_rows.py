@@ -1,4 +1,4 @@
-"""Calibration rows that do not come: told by the plan, an event of the run, and nothing where none were asked for."""
+"""Missing calibration rows are noted by the plan and are an event of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims of units: each has one owner, who is heard of, and what is lost is lost."""
+"""Claims of units: one owner each, kept alive by heartbeats, and lost without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guided statistics: what each strip of rows is rounded under, and that a run with them is as any other."""
+"""Guided Hessians: each strip of rows uses its own, and runs resume with the same bytes."""
 
 from __future__ import annotations
 

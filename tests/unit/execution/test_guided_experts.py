@@ -1,4 +1,4 @@
-"""Guided statistics of single experts: what each is rounded under, and that a run with them is as any other."""
+"""Guided Hessians of single experts come from the tokens that are routed to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states that ranks hand on, in files."""
+"""Hidden states that ranks pass on in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of a run: what is done is known to be done, damage is refused, and what differs is named."""
+"""The journal of a run: finished units are kept, damage and another fingerprint are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "journal"
 
 
-def kept(directory: Path, *units: str) -> bytes:
+def write_journal(directory: Path, *units: str) -> bytes:
     """Leave a journal in which some units are done, and return its bytes."""
     work = Journal(directory, SAME)
     for unit in units:
@@ -56,7 +56,7 @@ def kept(directory: Path, *units: str) -> bytes:
     return (directory / JOURNAL_FILE).read_bytes()
 
 
-def opened(directory: Path) -> dict[str, Any]:
+def finished_units(directory: Path) -> dict[str, Any]:
     """What a journal says is done."""
     work = Journal(directory, SAME)
     work.close()
@@ -68,7 +68,7 @@ def opened(directory: Path) -> dict[str, Any]:
 
 
 def test_finished_units_are_known_to_the_next_run(directory: Path) -> None:
-    assert opened(directory) == {}
+    assert finished_units(directory) == {}
     work = Journal(directory, SAME)
     assert not work.resumed
     record = {"checksums": {"a": 7}, "metrics": {"a": {"error": math.inf}}}
@@ -76,9 +76,9 @@ def test_finished_units_are_known_to_the_next_run(directory: Path) -> None:
     assert work.done == {"outer": {"unit": "outer", **record}}
     work.close()
     work.close()
-    assert opened(directory) == work.done
-    kept(directory, "block 0")
-    assert list(opened(directory)) == ["outer", "block 0"]
+    assert finished_units(directory) == work.done
+    write_journal(directory, "block 0")
+    assert list(finished_units(directory)) == ["outer", "block 0"]
     last = Journal(directory, SAME)
     last.remove()
     assert not directory.exists()
@@ -87,34 +87,34 @@ def test_finished_units_are_known_to_the_next_run(directory: Path) -> None:
 
 @pytest.mark.parametrize("lost", [1, 2, 10, 40])
 def test_truncated_last_line_is_dropped(directory: Path, lost: int) -> None:
-    whole = kept(directory, "outer")
-    (directory / JOURNAL_FILE).write_bytes(kept(directory, "block 0")[:-lost])
-    assert list(opened(directory)) == ["outer"]
+    whole = write_journal(directory, "outer")
+    (directory / JOURNAL_FILE).write_bytes(write_journal(directory, "block 0")[:-lost])
+    assert list(finished_units(directory)) == ["outer"]
     assert (directory / JOURNAL_FILE).read_bytes() == whole
-    kept(directory, "block 0", "block 1")
-    assert list(opened(directory)) == ["outer", "block 0", "block 1"]
+    write_journal(directory, "block 0", "block 1")
+    assert list(finished_units(directory)) == ["outer", "block 0", "block 1"]
 
 
 def test_any_changed_byte_is_refused_as_damage(directory: Path) -> None:
-    data = kept(directory, "outer", "head")
+    data = write_journal(directory, "outer", "head")
     for at in range(len(data) - 1):
         (directory / JOURNAL_FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(IntegrityError, match="damaged") as refused:
-            opened(directory)
+            finished_units(directory)
         assert refused.value.hint == f"start afresh: rm -r {directory}"
     (directory / JOURNAL_FILE).write_bytes(
         data[:-1] + b"?"
     )  # a last line without its end, as of a kill
-    assert list(opened(directory)) == ["outer"]
+    assert list(finished_units(directory)) == ["outer"]
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'"unit"', b'{"unit": 1', b"\xff"])
 def test_line_without_a_unit_is_refused(directory: Path, text: bytes) -> None:
-    kept(directory, "outer")
+    write_journal(directory, "outer")
     with (directory / JOURNAL_FILE).open("ab") as file:
         file.write(sha256(text).hexdigest()[:16].encode() + b" " + text + b"\n")
     with pytest.raises(IntegrityError, match="damaged"):
-        opened(directory)
+        finished_units(directory)
 
 
 def test_line_is_synced_before_its_unit_counts_as_done(
@@ -135,7 +135,7 @@ def test_line_is_synced_before_its_unit_counts_as_done(
 def test_partial_write_is_reported_as_full_disk(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept(directory, "outer")
+    write_journal(directory, "outer")
     work, write = Journal(directory, SAME), os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
@@ -143,7 +143,7 @@ def test_partial_write_is_reported_as_full_disk(
             work.commit("head", {})
     work.close()
     assert "head" not in work.done
-    assert list(opened(directory)) == ["outer"]
+    assert list(finished_units(directory)) == ["outer"]
 
 
 # ---- fingerprints
@@ -162,7 +162,7 @@ def test_partial_write_is_reported_as_full_disk(
 def test_run_with_another_fingerprint_is_refused_naming_the_difference(
     directory: Path, other: dict[str, str], named: str
 ) -> None:
-    before = kept(directory, "outer")
+    before = write_journal(directory, "outer")
     with pytest.raises(IntegrityError, match=f"differs in: {named}$") as refused:
         Journal(directory, other)
     assert f"rm -r {directory}" in refused.value.hint
@@ -171,7 +171,7 @@ def test_run_with_another_fingerprint_is_refused_naming_the_difference(
 
 
 def test_journal_without_finished_units_is_replaced(directory: Path) -> None:
-    kept(directory)
+    write_journal(directory)
     (directory / "states").write_text("left")
     work = Journal(directory, {"recipe": "s"})
     work.close()
@@ -179,16 +179,16 @@ def test_journal_without_finished_units_is_replaced(directory: Path) -> None:
     assert recorded_fingerprint(directory) == {"recipe": "s"}
     assert {path.name for path in directory.iterdir()} == {FINGERPRINT_FILE, JOURNAL_FILE}
     (directory / JOURNAL_FILE).unlink()
-    assert opened(directory) == {}
+    assert finished_units(directory) == {}
     assert recorded_fingerprint(directory) == SAME
 
 
 def test_unreadable_fingerprint_is_refused_as_damage(directory: Path) -> None:
-    kept(directory, "outer")
+    write_journal(directory, "outer")
     (directory / FINGERPRINT_FILE).write_text("[")
     assert recorded_fingerprint(directory) == {}
     with pytest.raises(IntegrityError, match="damaged"):
-        opened(directory)
+        finished_units(directory)
 
 
 def test_fingerprint_file_and_directory_are_synced(
@@ -200,7 +200,7 @@ def test_fingerprint_file_and_directory_are_synced(
         os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
     )
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    kept(directory)
+    write_journal(directory)
     assert [synced[0].partition(".")[0], synced[1]] == ["fingerprint", "journal"]
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
@@ -356,7 +356,7 @@ def test_durable_write_is_complete_or_leaves_no_file(
 
 
 def test_journal_of_an_older_schema_is_refused(directory: Path) -> None:
-    kept(directory, "outer")  # its fingerprint has no schema, as those of the first one
+    write_journal(directory, "outer")  # its fingerprint has no schema, as those of the first one
     with pytest.raises(IntegrityError) as refused:
         Journal(directory, {**SAME, "schema": journal.SCHEMA})
     assert "of schema quantforge.journal/1" in refused.value.message

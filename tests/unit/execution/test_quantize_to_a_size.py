@@ -1,4 +1,4 @@
-"""A size asked of `quantize`: the bytes of `allocate` and `quantize` by its recipe, in one command that goes on."""
+"""`quantize --target` gives the bytes of `allocate` and `quantize`, and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs rounded at run time: what an engine makes of them, and ranges that are measured."""
+"""Inputs rounded at run time, with dynamic and with measured ranges."""
 
 from __future__ import annotations
 

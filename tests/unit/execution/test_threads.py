@@ -1,4 +1,4 @@
-"""Work that threads share, whose results come in order."""
+"""Work shared among threads, with results in order."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Tuning of mixtures: gradients are those of the whole model, and a run with it is as any other."""
+"""Tuning of mixtures: gradients equal those of the whole model, and runs resume."""
 
 from __future__ import annotations
 

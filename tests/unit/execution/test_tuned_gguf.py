@@ -1,4 +1,4 @@
-"""Tuning into GGUF files and 4-bit floats: scales, norms and codes change alone, and the file stays healthy."""
+"""Tuning into GGUF files and 4-bit floats changes only scales, norms and codes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_threads_and_resume_give_the_same_bytes_when_tuning(
 ) -> None:
     """It is killed when all is learned and nothing of it written; other places are those of `test_tuning`."""
 
-    def made(name: str, **settings: Any) -> Any:
+    def run_quantize(name: str, **settings: Any) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
         return quantize(
             tiny("llama"),
@@ -167,15 +167,15 @@ def test_threads_and_resume_give_the_same_bytes_when_tuning(
             **settings,
         )
 
-    made("whole", threads=1)
+    run_quantize("whole", threads=1)
     other = {"threads": 3, "activations": "disk"}
     with monkeypatch.context() as patched:
         patched.setattr(
             tuning.TuningStep, "_write_learned", lambda *_: (_ for _ in ()).throw(StopError)
         )
         with pytest.raises(StopError):
-            made("out", **other)
-    assert made("out", **other).resumed
+            run_quantize("out", **other)
+    assert run_quantize("out", **other).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 

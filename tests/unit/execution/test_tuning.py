@@ -1,4 +1,4 @@
-"""Tuning: what is learned lowers the divergence and stays within its bounds, and a run with it is as any other."""
+"""Tuning lowers the divergence within its bounds, and runs resume with the same bytes."""
 
 from __future__ import annotations
 

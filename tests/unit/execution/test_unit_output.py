@@ -1,4 +1,4 @@
-"""Output of a unit: what is written in runs is what is read back, with one checksum; who shares a parameter."""
+"""Output of a unit: tensors written in strips are read back with one checksum."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnitOutp
     writer.sync()
 
 
-def kept(*stored: StoredTensor, shape: tuple[int, ...]) -> TensorPlan:
+def unquantized_plan(*stored: StoredTensor, shape: tuple[int, ...]) -> TensorPlan:
     return TensorPlan("t", "F32", shape, Action.KEEP, "", outputs=stored)
 
 
@@ -47,7 +47,9 @@ def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
 
 def test_strips_written_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
     whole = unit_output.checksum(VALUE, 0)
-    output.write_unquantized_rows(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
+    output.write_unquantized_rows(
+        unquantized_plan(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last]
+    )
     assert output.finish() == {"rows": whole}
     assert torch.equal(value_of(output, "rows")[0], VALUE)
     output.check("rows", whole, "again")
@@ -74,7 +76,7 @@ def test_tensors_of_another_process_are_copied(output: UnitOutput, tmp_path: Pat
 
 def test_interleaved_tensor_is_written_as_two(output: UnitOutput) -> None:
     value = VALUE[:2].repeat(1, 2)[:, :6]
-    output.write_unquantized(kept(EVEN, ODD, shape=(2, 6)), value)
+    output.write_unquantized(unquantized_plan(EVEN, ODD, shape=(2, 6)), value)
     even, odd = value_of(output, "even", "odd")
     assert torch.equal(even, value[:, ::2])
     assert torch.equal(odd, value[:, 1::2])
@@ -83,7 +85,10 @@ def test_interleaved_tensor_is_written_as_two(output: UnitOutput) -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "value"),
-    [(kept(SCALAR, shape=()), torch.tensor(2.0)), (kept(ROWS, shape=(7, 4)), VALUE)],
+    [
+        (unquantized_plan(SCALAR, shape=()), torch.tensor(2.0)),
+        (unquantized_plan(ROWS, shape=(7, 4)), VALUE),
+    ],
 )
 @pytest.mark.parametrize("whole", [True, False])
 def test_unquantized_tensor_is_copied_in_strips_where_possible(

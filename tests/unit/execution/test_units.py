@@ -1,4 +1,4 @@
-"""Units of work: which share of the time each takes, what may be shared among processes, whose experts are whose."""
+"""Units of work: their shares of the time, and what processes can share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotations: orthogonal, of the entries that they should have, and the same bits however rows are taken together."""
+"""Hadamard rotations: orthogonal, with the right entries, and reproducible bit for bit."""
 
 from __future__ import annotations
 

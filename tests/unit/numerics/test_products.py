@@ -1,4 +1,4 @@
-"""Products that do not depend on the number of threads, and that all products of a run are such ones."""
+"""Matrix products do not depend on the number of threads."""
 
 from __future__ import annotations
 

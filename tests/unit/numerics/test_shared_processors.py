@@ -1,4 +1,4 @@
-"""How threads wait: as the environment says, else as the verb wants it, and said before torch is imported."""
+"""How threads wait for work, by environment, command and processor load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs rounded as an engine would: block scales, short runs, and a loaded layer."""
+"""Inputs are rounded as an engine would: block scales, short groups and a loaded layer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ggml's grids as rounders use them: parameters as stored, nearest codes, and a search that is better than ggml's."""
+"""ggml grids: stored parameters, nearest codes, and a search that beats ggml's."""
 
 import pytest
 import torch

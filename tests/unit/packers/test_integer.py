@@ -1,4 +1,4 @@
-"""The integer grids: what is stored, what comes back, and that searching never loses to covering."""
+"""Integer grids: stored values, decoding, and a scale search that never loses to absmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the searches of integer scales find, against a slow search in float64; the loops are run without compiling."""
+"""Searches of integer scales equal a slow search in float64."""
 
 from __future__ import annotations
 

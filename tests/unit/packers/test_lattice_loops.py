@@ -1,4 +1,4 @@
-"""Loops of the lattice types: short cuts find what trying everything finds."""
+"""Loops of the lattice types find what an exhaustive search finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lattice types of ggml against gguf's decoder and ggml's own quantizer, and what is ours: search and feedback."""
+"""ggml's lattice types against gguf's decoder and ggml's quantizer, with search and error feedback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codebooks, fp8 and block scales: the bytes of other tools, errors with two sides, and runs of columns."""
+"""Codebooks, fp8 and block scales: bytes of other tools, errors, and runs of columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the searches of scales find, against a slow search in float64, and the ends of what they may find."""
+"""Scale searches equal a slow search in float64, also at the limits of their range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QUANTFORGE_CPU_PROGRAMS=off: nothing of LLVM is imported, and torch computes the same but for rounding."""
+"""QUANTFORGE_CPU_PROGRAMS=off imports no LLVM and gives the same results up to rounding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(json.dumps({"kernels": loaded.kernels, "llvm": llvm, "logits": torch.stack
 """
 
 
-def told(stdout: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def parse_output(stdout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     *document, last = stdout.splitlines()
     return json.loads("\n".join(document))["models"][1], json.loads(last)
 
@@ -54,13 +54,13 @@ def test_disabled_cpu_programs_give_the_same_results_in_torch(tmp_path, monkeypa
         [sys.executable, "-c", CHILD, *arguments],
         env=os.environ | {instruction_sets.SWITCH_VARIABLE: "off"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    report, output = told(done.stdout)
+    report, output = parse_output(done.stdout)
     assert output["llvm"] == []
     assert output["kernels"].keys() == {"reference", "dense"}
     monkeypatch.setattr(sys, "argv", ["", *arguments])
     capsys.readouterr()
     exec(CHILD, {})
-    other_report, other = told(capsys.readouterr().out)
+    other_report, other = parse_output(capsys.readouterr().out)
     assert report["perplexity"] == pytest.approx(other_report["perplexity"], rel=1e-5)
     assert report["kl_mean"] == pytest.approx(other_report["kl_mean"], rel=1e-3)
     if instruction_sets.best_instruction_set() is not None:
@@ -82,17 +82,17 @@ def switch(monkeypatch):
 
 
 def test_doctor_warns_when_cpu_programs_are_off(switch, capsys):
-    def said() -> dict[str, str]:
+    def doctor_check() -> dict[str, str]:
         checks = json.loads(command(capsys, "doctor", "--json").out)["checks"]
         return next(check for check in checks if check["check"] == "cpu programs")
 
     switch("off")
-    assert said()["status"] == "WARN"
-    assert f"{instruction_sets.SWITCH_VARIABLE}=off" in said()["detail"]
+    assert doctor_check()["status"] == "WARN"
+    assert f"{instruction_sets.SWITCH_VARIABLE}=off" in doctor_check()["detail"]
     switch("")
     best = instruction_sets.best_instruction_set()
-    assert said()["status"] == ("WARN" if best is None else "PASS")
-    assert best is None or best in said()["detail"]
+    assert doctor_check()["status"] == ("WARN" if best is None else "PASS")
+    assert best is None or best in doctor_check()["detail"]
 
 
 def test_invalid_switch_value_is_refused(switch, capsys):

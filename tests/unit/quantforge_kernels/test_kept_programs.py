@@ -1,4 +1,4 @@
-"""Programs that are kept on disk: loaded by the next process, and only where nobody else could have written them."""
+"""Compiled programs are cached on disk and loaded only from files that nobody else could write."""
 
 from __future__ import annotations
 

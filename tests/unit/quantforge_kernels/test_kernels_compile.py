@@ -1,4 +1,4 @@
-"""Kernels compiled for an H100 without one: what they load, and what they are made of."""
+"""Triton kernels compile for an H100 with the expected loads and instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels on a CPU: each equals the formula, keeps the weights small, and is chosen as declared."""
+"""The reference kernel on a CPU equals the formula and keeps weights packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of what is no product with weights: their definitions, on a GPU or interpreted."""
+"""Triton kernels for norms, rotary, gates and attention equal their definitions."""
 
 from __future__ import annotations
 

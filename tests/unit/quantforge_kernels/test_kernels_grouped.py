@@ -42,7 +42,7 @@ def stacked(spec: MatmulSpec, kernel, count: int = COUNT):
     return matrices, prepare_stacked(iter(matrices), GroupedMatmulSpec(spec, count), kernel)
 
 
-def wanted(spec: MatmulSpec, matrices, x, routing: ExpertRouting):
+def expected_products(spec: MatmulSpec, matrices, x, routing: ExpertRouting):
     each = len(routing.expert_of_pair) // len(x)
     lines = [
         expected(spec, matrices[int(owner)], x[number // each][None])
@@ -82,7 +82,9 @@ def test_looped_grouped_product_equals_the_definition(weight_format, rows, each)
     y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
     assert y.shape == (rows * each, 5)
     assert (
-        not rows or relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+        not rows
+        or relative_error(y, expected_products(spec, matrices, x, routing))
+        < ROUNDING[torch.float32]
     )
     codes, values = matrices[3]
     single = fallback.prepare(codes, values, spec)
@@ -115,7 +117,9 @@ def test_every_weight_format_in_one_launch(weight_format, rows, each):
     x, routing = rows_of(spec, rows), owned(rows, each, FEW)
     y = plane_products.grouped_matmul(x, routing, packed, GroupedMatmulSpec(spec, FEW))
     assert y.shape == (rows * each, 11)
-    assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+    assert (
+        relative_error(y, expected_products(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+    )
 
 
 @each_value(
@@ -141,7 +145,7 @@ def test_sixteen_bit_inputs_in_both_kernels(kernel, dtype, weight_format):
     group = GroupedMatmulSpec(spec, FEW)
     y = plane_products.launch_grouped(kernel, x, routing, packed, group)
     assert y.dtype == dtype
-    assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[dtype]
+    assert relative_error(y, expected_products(spec, matrices, x, routing)) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("pairs", [70, 150, 400])
@@ -158,7 +162,9 @@ def test_strips_of_any_width(pairs):
     widths = {70: 16, 150: 32, 400: 64}
     assert plane_products.choose_strip_rows(pairs, COUNT) == widths[pairs]
     y = plane_products.launch_grouped("rows", x, routing, packed, GroupedMatmulSpec(spec, COUNT))
-    assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+    assert (
+        relative_error(y, expected_products(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+    )
 
 
 @pytest.mark.parametrize(("out", "tile"), [(140, 128), (30, 8)])
@@ -173,7 +179,10 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
         y = plane_products.launch_grouped(
             kernel, x, routing, packed, GroupedMatmulSpec(spec, COUNT)
         )
-        assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.float32]
+        assert (
+            relative_error(y, expected_products(spec, matrices, x, routing))
+            < ROUNDING[torch.float32]
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +239,10 @@ def test_grouped_product_of_cpu_programs(weight_format, limit, rows, each, monke
             row = x[number // each][None]
             single = packed_integers.matmul(row, select_matrix(packed, owner), spec)
             assert torch.equal(y[number], single[0])
-        assert relative_error(y, wanted(spec, matrices, x, routing)) < ROUNDING[torch.bfloat16]
+        assert (
+            relative_error(y, expected_products(spec, matrices, x, routing))
+            < ROUNDING[torch.bfloat16]
+        )
     finally:
         instruction_sets.best_instruction_set.cache_clear()
         packed_integers.get_product_plan.cache_clear()
@@ -249,7 +261,7 @@ def test_activations_of_eight_bits_in_grouped_products(rows):
     for number, owner in enumerate(routing.expert_of_pair.tolist()):
         single = packed_integers.matmul(x[number // 2][None], select_matrix(packed, owner), spec)
         assert torch.equal(y[number], single[0])
-    assert 4e-3 < relative_error(y, wanted(spec, matrices, x, routing)) < 2e-2
+    assert 4e-3 < relative_error(y, expected_products(spec, matrices, x, routing)) < 2e-2
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")

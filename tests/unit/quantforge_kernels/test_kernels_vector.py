@@ -1,4 +1,4 @@
-"""The compiled kernel for processors: equal to the formula for every form of weights, on any vectors and threads."""
+"""Compiled CPU products equal the formula for every weight format, instruction set and thread count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged cache on a processor: what the definitions say, for every kind, on any vectors and threads."""
+"""The paged cache on a CPU equals its definition for every kind, instruction set and thread count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers between products on a processor: what the definitions say, on any vectors and threads, and recorded."""
+"""Compiled CPU layers equal their definitions on any instruction set and thread count."""
 
 from __future__ import annotations
 

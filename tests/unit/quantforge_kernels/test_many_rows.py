@@ -1,4 +1,4 @@
-"""Products of many rows: what they compute, and that no product of a type the processor lacks is torch's."""
+"""Products of many rows avoid torch's slow products in types that the processor lacks."""
 
 from __future__ import annotations
 

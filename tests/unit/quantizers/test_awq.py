@@ -1,4 +1,4 @@
-"""AWQ: the function stays, statistics follow, the error never grows, and nothing is skipped in silence."""
+"""AWQ preserves the function, updates statistics, and never raises the error."""
 
 from __future__ import annotations
 

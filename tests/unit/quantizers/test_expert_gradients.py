@@ -1,4 +1,4 @@
-"""The backward pass through mixtures: gradients of single experts, and what reaches the blocks before."""
+"""The backward pass through mixtures: gradients of single experts and of earlier blocks."""
 
 from __future__ import annotations
 

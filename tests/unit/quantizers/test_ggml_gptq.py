@@ -1,4 +1,4 @@
-"""GPTQ into ggml's blocks: what refinement says it gained it has gained, and everything stays as stored."""
+"""GPTQ into ggml blocks: refinement gains what it reports, and parameters stay as stored."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Learned codes: a change takes many gradients that agree, is one step at most, and stays within the grid."""
+"""Learned codes move one step at most, after many consistent gradients, within the grid."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quantforge.quantizers.tuning.tuned_matrix import OFFSET_UNIT, LearnedCodes,
 RATE = 0.05  # half a step takes ten steps that agree
 
 
-def made(codes: list[list[int]], limits: tuple[int, int] = (-4, 3)) -> LearnedCodes:
+def make_codes(codes: list[list[int]], limits: tuple[int, int] = (-4, 3)) -> LearnedCodes:
     return LearnedCodes(torch.tensor(codes, dtype=torch.int8), limits, RATE)
 
 
 def test_codes_move_one_step_against_consistent_gradients() -> None:
-    codes = made([[0, 0], [-4, 3]])
+    codes = make_codes([[0, 0], [-4, 3]])
     gradient = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
     for _ in range(8):
         codes.step(gradient, 1.0)
@@ -39,7 +39,7 @@ def test_random_gradients_change_almost_no_codes() -> None:
 
 def test_code_steps_do_not_depend_on_gradient_size() -> None:
     """By row and by column: neither a loud output nor a loud input moves its codes faster."""
-    codes = made([[0] * 4] * 3)
+    codes = make_codes([[0] * 4] * 3)
     loud = torch.tensor([1.0, 100.0, 1e-6])[:, None] * torch.tensor([1.0, 1e3, 1e-3, 1.0])
     for _ in range(5):
         codes.step(loud, 1.0)
@@ -49,7 +49,7 @@ def test_code_steps_do_not_depend_on_gradient_size() -> None:
 
 
 def test_zero_gradients_move_no_codes() -> None:
-    codes = made([[1, -2]])
+    codes = make_codes([[1, -2]])
     codes.step(torch.zeros(1, 2), 1.0)
     assert codes.stored().tolist() == [[1, -2]]
     codes.step(torch.tensor([[1.0, 0.0]]), 1.0)  # a column that nothing reaches
@@ -58,7 +58,7 @@ def test_zero_gradients_move_no_codes() -> None:
 
 
 def test_restore_returns_codes_to_the_snapshot() -> None:
-    codes = made([[0, 1, 2]])
+    codes = make_codes([[0, 1, 2]])
     before = codes.snapshot()
     for _ in range(40):
         codes.step(torch.ones(1, 3), 1.0)

@@ -1,4 +1,4 @@
-"""GPTQ into nvfp4: its scales are fitted again under a divisor that stays, and each row has the best of its runs."""
+"""GPTQ into NVFP4: scales are refitted under a fixed divisor, and each row keeps its best run."""
 
 from __future__ import annotations
 

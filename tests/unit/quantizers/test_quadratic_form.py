@@ -1,4 +1,4 @@
-"""The quadratic form of a symmetric matrix by half of its products."""
+"""The quadratic form of a symmetric matrix takes half of the products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding to nearest: what it minimises, what it reports, what it refuses."""
+"""Rounding to nearest: what it minimises, reports and refuses."""
 
 from __future__ import annotations
 

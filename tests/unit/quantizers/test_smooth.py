@@ -1,4 +1,4 @@
-"""SmoothQuant: the function stays, outliers move, and pairs that are best as they are stay."""
+"""SmoothQuant preserves the function, moves outliers, and skips pairs without a gain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zeros in a matrix: exactly as many, the right ones, and what is left makes up for them."""
+"""Pruning writes the exact number of zeros and compensates the remaining weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drawn(rows: int = 24, columns: int = 320) -> tuple[Tensor, Statistics]:
     return weight, Statistics(tokens=2000, hessian=x.T @ x / 2000)
 
 
-def made(method: str, weight: Tensor, statistics: Statistics, sparsity: str) -> Tensor:
+def prune(method: str, weight: Tensor, statistics: Statistics, sparsity: str) -> Tensor:
     return sparsify(method, {"w": weight}, statistics, parse_sparsity(sparsity), DAMPING)[0]["w"]
 
 
@@ -78,7 +78,7 @@ def test_figures_do_not_depend_on_the_number_of_threads() -> None:
 )
 def test_every_row_has_exactly_its_zeros(method: str, sparsity: str, zeros: int) -> None:
     weight, statistics = drawn()
-    value = made(method, weight, statistics, sparsity)
+    value = prune(method, weight, statistics, sparsity)
     assert ((value == 0).sum(1) == zeros).all()
     if ":" in sparsity:
         assert ((value.view(24, -1, 4) == 0).sum(-1) == zeros // 80).all()
@@ -89,7 +89,7 @@ def test_every_row_has_exactly_its_zeros(method: str, sparsity: str, zeros: int)
 @pytest.mark.parametrize("sparsity", ["2:4", "50%"])
 def test_sparsegpt_beats_wanda_beats_magnitude(sparsity: str) -> None:
     weight, statistics = drawn()
-    values = {method: made(method, weight, statistics, sparsity) for method in METHODS}
+    values = {method: prune(method, weight, statistics, sparsity) for method in METHODS}
     errors = {method: lost(weight, value, statistics) for method, value in values.items()}
     assert errors["wanda"] < 0.9 * errors["magnitude"]
     assert errors["sparsegpt"] < 0.7 * errors["wanda"]
@@ -101,12 +101,12 @@ def test_sparsegpt_beats_wanda_beats_magnitude(sparsity: str) -> None:
 def test_pruning_scores_match_the_papers() -> None:
     weight = torch.tensor([[3.0, 2.0, 1.0, 4.0]])
     statistics = Statistics(tokens=9, squares=torch.tensor([1.0, 4.0, 100.0, 0.01]))
-    assert made("magnitude", weight, statistics, "2:4").tolist() == [[3.0, 0.0, 0.0, 4.0]]
-    assert made("wanda", weight, statistics, "2:4").tolist() == [
+    assert prune("magnitude", weight, statistics, "2:4").tolist() == [[3.0, 0.0, 0.0, 4.0]]
+    assert prune("wanda", weight, statistics, "2:4").tolist() == [
         [0.0, 2.0, 1.0 * 1, 0.0]
     ]  # 3 4 10 .4
     hessian = torch.tensor([[1.0, 0.5], [0.5, 4.0]])
-    value = made("sparsegpt", torch.tensor([[1.0, 3.0]]), Statistics(9, hessian=hessian), "1:2")
+    value = prune("sparsegpt", torch.tensor([[1.0, 3.0]]), Statistics(9, hessian=hessian), "1:2")
     # Without the first, the second takes its share: 3 + 1 * H01 / H11, all but for the damping.
     assert value[0, 0] == 0
     assert value[0, 1] == pytest.approx(3.125, rel=0.01)
@@ -121,7 +121,7 @@ def test_missing_statistics_are_an_event_and_nan_an_error() -> None:
     weight[1, 5] = torch.nan
     for method in METHODS:
         with pytest.raises(InputError, match=r"w: the value at \[1, 5\] is nan"):
-            made(method, weight, Statistics(9, torch.ones(64), torch.eye(64)), "2:4")
+            prune(method, weight, Statistics(9, torch.ones(64), torch.eye(64)), "2:4")
 
 
 @pytest.mark.parametrize(

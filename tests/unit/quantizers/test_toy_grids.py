@@ -1,4 +1,4 @@
-"""Error feedback and refinement on grids from outside: a table of values, and code vectors."""
+"""Error feedback and refinement work on third-party grids: a table and code vectors."""
 
 from __future__ import annotations
 

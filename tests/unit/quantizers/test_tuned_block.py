@@ -1,4 +1,4 @@
-"""A tuned block keeps everything that it learns, and computes with, where the block is."""
+"""A tuned block keeps its learned tensors on its own device."""
 
 from __future__ import annotations
 

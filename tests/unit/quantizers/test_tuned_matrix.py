@@ -1,4 +1,4 @@
-"""A linear that is tuned: gradients are those of what the file stands for, and what is stored keeps to its types."""
+"""A tuned linear: gradients match the decoded weight, and stored values keep their types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]
 
 
 @cache
-def made(grid: str, rows: int = 3) -> QuantizedTensor:
+def make_tensor(grid: str, rows: int = 3) -> QuantizedTensor:
     torch.manual_seed(0)
     weight, scheme = torch.randn(rows, 512) * torch.rand(512), parse(grid)
     scheme = scheme.with_scale(ScaleType.F16)
@@ -34,7 +34,7 @@ def made(grid: str, rows: int = 3) -> QuantizedTensor:
     "grid", usual([*SCALED, *INTEGERS, "nvfp4"], *EVEN, *INTEGERS, "nvfp4", "iq2_xxs")
 )
 def test_scale_gradients_equal_autograd_of_decoded_values(grid: str) -> None:
-    tensor = made(grid)
+    tensor = make_tensor(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.0), torch.randn(tensor.shape)
     result = matrix.scale_gradients(gradient)
     assert result.keys() == matrix.scales.keys()
@@ -54,7 +54,7 @@ def test_scale_gradients_equal_autograd_of_decoded_values(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", [*dict.fromkeys((*SCALED, *INTEGERS, *TABLES))])
 def test_code_and_integer_gradients_equal_finite_steps(grid: str) -> None:
-    tensor = made(grid)
+    tensor = make_tensor(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
     result = matrix.code_gradients(gradient)
     assert (CODES in result) == (grid in EVEN or grid in INTEGERS or grid in TABLES)
@@ -79,7 +79,7 @@ def test_code_and_integer_gradients_equal_finite_steps(grid: str) -> None:
 def test_table_code_gradients_use_the_first_gap(
     grid: str,
 ) -> None:
-    tensor = made(grid)
+    tensor = make_tensor(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
     codes, values = matrix.codes[CODES], torch.tensor(tensor.scheme.code_values).float()
     assert torch.equal(codes.stored(), tensor.codes)
@@ -95,7 +95,7 @@ def test_table_code_gradients_use_the_first_gap(
 
 @pytest.mark.parametrize("grid", [*SCALED, "nvfp4"])
 def test_stored_values_keep_dtypes_and_positive_scales(grid: str) -> None:
-    tensor = made(grid)
+    tensor = make_tensor(grid)
     matrix = TunedMatrix.of(tensor, 0.0)
     before = matrix.result()
     assert torch.equal(before.decode(), tensor.decode())

@@ -1,4 +1,4 @@
-"""`eval --correction`: an adapter of PEFT on a quantized model, measured with it, or refused by name."""
+"""`eval --correction` measures a PEFT adapter on a quantized model or refuses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search finds what transformers' finds, with every rule for its end, in both engines and every kind of cache."""
+"""Beam search equals transformers' in both engines and for every cache kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def peer() -> Any:
     return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
-def theirs(
+def transformers_beams(
     ids: Sequence[int], new_tokens: int, options: BeamOptions, stop: list[int] | None
 ) -> list[tuple[tuple[int, ...], float]]:
     peer().generation_config.eos_token_id = stop
@@ -70,13 +70,13 @@ def test_beam_search_equals_transformers(
     early: Any, beams: int, penalty: float, new_tokens: int
 ) -> None:
     options = BeamOptions(beams, penalty, early)
-    free = theirs(PROMPT, new_tokens, options, None)
+    free = transformers_beams(PROMPT, new_tokens, options, None)
     ours = beam_search(DecoderEngine(Decoder(demo())), PROMPT, new_tokens, options)
     assert [beam.tokens for beam in ours] == [tokens for tokens, _ in free]
     assert [beam.score for beam in ours] == pytest.approx([score for _, score in free], rel=1e-4)
     # With tokens that end some beams early.
     stop = sorted({free[0][0][6], free[-1][0][11]})
-    expected = theirs(PROMPT, new_tokens, options, stop)
+    expected = transformers_beams(PROMPT, new_tokens, options, stop)
     result = beam_search(
         DecoderEngine(Decoder(demo())), PROMPT, new_tokens, options, frozenset(stop)
     )

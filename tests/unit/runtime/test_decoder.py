@@ -1,4 +1,4 @@
-"""The own decoder: transformers' logits for every family, whatever the chunks; caches that lose little."""
+"""The decoder gives transformers' logits for every family; quantized caches lose little."""
 
 from __future__ import annotations
 

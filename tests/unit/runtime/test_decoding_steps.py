@@ -1,4 +1,4 @@
-"""Steps that only decode: recorded, or padded to a rounded number of rows, they have the bits of those that are not."""
+"""Decoding steps have the same bits when they are recorded or padded."""
 
 from __future__ import annotations
 

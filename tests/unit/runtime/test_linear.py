@@ -1,4 +1,4 @@
-"""Packed linears and the loader: the model that computes is the model of the files."""
+"""Packed linears and the loader compute with the weights that the files store."""
 
 from __future__ import annotations
 

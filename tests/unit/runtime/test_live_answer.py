@@ -1,4 +1,4 @@
-"""Answers while they come: stop strings across tokens and characters, several at a time, log-probabilities."""
+"""Streamed answers: stop strings across tokens, several choices, log-probabilities."""
 
 from __future__ import annotations
 

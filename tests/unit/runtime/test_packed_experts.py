@@ -1,4 +1,4 @@
-"""Experts that stay packed: a mixture computes what its decoded experts compute, and holds and reads less."""
+"""Packed experts compute what decoded ones do, with less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quality through packed weights is quality through decoded ones: same NLL, on every path."""
+"""The NLL through packed weights equals that through decoded ones on every path."""
 
 from __future__ import annotations
 

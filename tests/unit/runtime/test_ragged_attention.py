@@ -1,4 +1,4 @@
-"""Ragged batches: spans of several lengths at once have the logits of transformers; pages are shared and copied."""
+"""Batches of spans with different lengths give transformers' logits."""
 
 from __future__ import annotations
 

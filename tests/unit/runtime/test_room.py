@@ -1,4 +1,4 @@
-"""What does not fit a GPU is refused before it is loaded, with what would fit."""
+"""Weights and caches that exceed GPU memory are refused before loading."""
 
 from __future__ import annotations
 

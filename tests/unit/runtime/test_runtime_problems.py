@@ -1,4 +1,4 @@
-"""Tensors of every grid, as the kernels see them: nothing is rounded on the way, and little is added."""
+"""Kernels compute exactly with the packed tensors of every grid."""
 
 from __future__ import annotations
 

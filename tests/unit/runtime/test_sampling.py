@@ -1,4 +1,4 @@
-"""Sampling equals its definitions, alone and in a batch, is seeded, and refuses what is no distribution."""
+"""Sampling equals its definitions, alone and in a batch, and is reproducible by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distribution that draws follow is the one that transformers' processors make, in its order."""
+"""The sampling distribution equals that of transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.unit.runtime.test_sampling import probabilities
 VOCABULARY = 300
 
 
-def theirs(logits: torch.Tensor, prompt: list[int], options: Sampling) -> torch.Tensor:
+def transformers_distribution(
+    logits: torch.Tensor, prompt: list[int], options: Sampling
+) -> torch.Tensor:
     chain: list[Any] = [
         peer.RepetitionPenaltyLogitsProcessor(options.repetition_penalty),
         peer.TemperatureLogitsWarper(options.temperature),
@@ -58,5 +60,7 @@ def test_distribution_equals_transformers_processors(cut: str) -> None:
             expected["min_p"] = draw.uniform(0.001, 0.3)
         options = Sampling(**expected)
         result = probabilities(RowSampler(options, prompt), logits)
-        apart += not torch.allclose(result, theirs(logits, prompt, options), rtol=1e-4, atol=1e-7)
+        apart += not torch.allclose(
+            result, transformers_distribution(logits, prompt, options), rtol=1e-4, atol=1e-7
+        )
     assert apart <= (cut in {"top_p", "all"})

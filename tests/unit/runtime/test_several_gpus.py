@@ -1,4 +1,4 @@
-"""A model on a GPU that is not the current one: every launch, stream and graph is of the GPU that has the tensors."""
+"""A model on a second GPU launches its kernels, streams and graphs there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever pieces part, held back while they could still come."""
+"""Stop strings are found across pieces of text, which are held back while one may follow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-def told(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
+def run_scanner(
+    pieces: list[str], stop: list[str], *, include: bool = False
+) -> tuple[str, str | None]:
     matcher = StopMatcher(stop, include_stop=include)
     text = "".join(matcher.add(piece) for piece in pieces)
     return text + matcher.flush(), matcher.matched
@@ -40,9 +42,9 @@ def told(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[
 def test_stop_strings_are_found_across_any_pieces(pieces: list[str], stop: list[str]) -> None:
     text = "".join(pieces)
     before, result = expected(text, stop)
-    assert told(pieces, stop) == (before, result)
-    assert told([text], stop) == (before, result)
-    assert told(pieces, stop, include=True) == (before + (result or ""), result)
+    assert run_scanner(pieces, stop) == (before, result)
+    assert run_scanner([text], stop) == (before, result)
+    assert run_scanner(pieces, stop, include=True) == (before + (result or ""), result)
 
 
 @settings(max_examples=100, deadline=None)
@@ -77,10 +79,10 @@ def test_nothing_comes_after_the_end() -> None:
 def test_a_long_string_costs_little() -> None:
     stop = "a" * 1024 + "b"
     start_time = time.process_time()
-    assert told(["some", " text"] * 100, [stop]) == ("some text" * 100, None)
+    assert run_scanner(["some", " text"] * 100, [stop]) == ("some text" * 100, None)
     pieces = ["aaaaaaaa"] * 129
-    assert told([*pieces, "b"], [stop]) == ("a" * 8, stop)
-    assert told([*pieces, "c"], [stop]) == ("a" * 8 * 129 + "c", None)
+    assert run_scanner([*pieces, "b"], [stop]) == ("a" * 8, stop)
+    assert run_scanner([*pieces, "c"], [stop]) == ("a" * 8 * 129 + "c", None)
     assert time.process_time() - start_time < 1
 
 

@@ -1,4 +1,4 @@
-"""A model over several processes computes the logits of one, and what cannot be shared is refused with the reason."""
+"""A model split over processes gives the logits of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: the pieces are the text, and none ends in half a character."""
+"""Streamed pieces join to the text, and none ends in an incomplete character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with a window: their pages are those of the window however long a sequence gets, and nothing else changes."""
+"""Sliding-window layers keep only the pages of the window and give the same results."""
 
 from __future__ import annotations
 

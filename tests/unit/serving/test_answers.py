@@ -1,4 +1,4 @@
-"""Answers over HTTP: the text is that of the plain loop, however it is asked for and told."""
+"""HTTP completions equal the plain loop, streamed or not."""
 
 from __future__ import annotations
 

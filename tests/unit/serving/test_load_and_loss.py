@@ -1,4 +1,4 @@
-"""A server under load, with clients that go away, time that runs out, and an engine that fails: no page is lost."""
+"""A server under load, with disconnects, timeouts and failures, leaks no page."""
 
 from __future__ import annotations
 

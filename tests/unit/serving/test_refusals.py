@@ -1,4 +1,4 @@
-"""Refusals over HTTP are error documents: status, field and rule; a fuzz of bodies meets nothing else."""
+"""HTTP errors name the field and the rule; random bodies get an answer or such an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ against a textbook in float64, and what it promises when the Hessian is not what one would like."""
+"""GPTQ equals a textbook version in float64 and handles difficult Hessians."""
 
 from __future__ import annotations
 

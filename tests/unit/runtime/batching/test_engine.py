@@ -1,4 +1,4 @@
-"""The engine: every request gets the tokens it would have alone, from a decoder without a model and from a real one."""
+"""In the serving engine every request gets the tokens it would get alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on half of the demo: greedy tokens are those of `generate`, prompt by prompt, whatever is switched on."""
+"""The serving engine gives the tokens of `generate` on the demo model, with any options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def requests():
 
 
 @cache
-def wanted(kind):
+def expected_tokens(kind):
     """Return the tokens of every request alone, up to the first that is nearly a tie."""
     results = [
         plain_text(decoder(), request.ids, StopLimits(request.new_tokens, cache=kind))
@@ -71,7 +71,7 @@ def answers(engine, kind):
         finished |= {
             event.id: event.tokens for event in engine.step() if isinstance(event, Finished)
         }
-    for request, tokens in zip(requests(), wanted(kind), strict=True):
+    for request, tokens in zip(requests(), expected_tokens(kind), strict=True):
         assert len(finished[request.id]) == request.new_tokens
         assert list(finished[request.id][: len(tokens)]) == tokens
     return len(finished) == len(LENGTHS)

@@ -1,4 +1,4 @@
-"""Schedules drawn by hypothesis, all switches together: answers are those of the plain loop, and no page is leaked."""
+"""Random schedules of requests give the plain results and leak no page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGINNINGS = [tuple((n * (n + seed)) % 59 for n in range(100)) for seed in range
 
 
 @st.composite
-def asked(draw):
+def request_parts(draw):
     """Draw a prompt, mostly one that begins as others do, and how many tokens are to follow."""
     begin = draw(st.sampled_from(BEGINNINGS))[: draw(st.integers(0, 100))]
     own = draw(st.lists(st.integers(0, 60), min_size=0 if begin else 1, max_size=20))
@@ -34,7 +34,7 @@ options_of = st.fixed_dictionaries({
 # Of trees of drafted tokens
 shapes_of = st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=4)
 # Steps in which a request comes, and in which one is cancelled.
-arrivals_of = st.lists(st.tuples(st.integers(0, 30), asked()), min_size=1, max_size=9)
+arrivals_of = st.lists(st.tuples(st.integers(0, 30), request_parts()), min_size=1, max_size=9)
 cancelled_of = st.dictionaries(st.integers(0, 8), st.integers(0, 60), max_size=3)
 
 

@@ -1,4 +1,4 @@
-"""Heads of Medusa and EAGLE-3: what they draft is what a plain computation of their papers says, the text stays."""
+"""Medusa and EAGLE-3 heads draft what their papers define, without changing the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts by what a person types: the text stays the same, and what cannot guess is refused."""
+"""Drafting options keep the text the same, and invalid drafters are refused."""
 
 from __future__ import annotations
 

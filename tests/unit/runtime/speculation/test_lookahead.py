@@ -1,4 +1,4 @@
-"""Lookahead decoding: the text is the plain loop's, its n-grams are what the model says behind each column."""
+"""Lookahead decoding keeps the text, and its n-grams are the model's predictions."""
 
 from __future__ import annotations
 

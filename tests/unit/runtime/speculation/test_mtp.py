@@ -1,4 +1,4 @@
-"""The layer for further tokens that files hold: its guesses are those of transformers' block, the text stays."""
+"""Multi-token prediction layers draft as the transformers block does, without changing the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft heads quantized by themselves: their linears rounded plainly, the rest carried; they guess as before."""
+"""Draft heads quantized by themselves: linears rounded with RTN, other tensors copied."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def test_export_of_heads_converts_or_refuses(heads, tmp_path):
 
 
 def test_engine_support_of_heads_is_reported(heads):
-    expected = {"scheme": "int4:g64:sym"}
-    result = quantforge.plan(heads["eagle"], recipe(**expected))
+    options = {"scheme": "int4:g64:sym"}
+    result = quantforge.plan(heads["eagle"], recipe(**options))
     loads = {engine.engine: engine.loads for engine in result.engines}
     assert [engine for engine, there in loads.items() if there] == ["vllm"]
-    mixed = quantforge.plan(heads["eagle"], recipe(**expected, lm_head="int8:row:sym"))
-    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**expected))):
+    mixed = quantforge.plan(heads["eagle"], recipe(**options, lm_head="int8:row:sym"))
+    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**options))):
         assert not any(engine.loads for engine in plan.engines)
 
 

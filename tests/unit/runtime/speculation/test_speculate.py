@@ -1,4 +1,4 @@
-"""Speculation gives the plain loop's tokens, whoever drafts and whatever is drafted."""
+"""Speculative decoding gives the tokens of the plain loop for any drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: the text is the plain loop's, whatever stands in them, and the cache holds it alone."""
+"""Trees of drafted tokens keep the text, and the cache holds only accepted tokens."""
 
 from __future__ import annotations
 
