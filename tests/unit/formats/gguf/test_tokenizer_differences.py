@@ -299,7 +299,7 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
     written_vocabulary = write_and_read_vocabulary(case, tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     stock = {
-        number: TokenType.CONTROL if item.special_ids else TokenType.USER_DEFINED
+        number: TokenType.CONTROL if item.special else TokenType.USER_DEFINED
         for number, item in loaded.added_tokens_decoder.items()
     }
     assert {written_vocabulary.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
