@@ -79,11 +79,11 @@ def test_files_saved_by_transformers_pass(name):
     assert find_differences(released, as_saved_by_transformers(released)) == []
 
 
-def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def json_paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         yield (*path, key)
         if isinstance(value, dict | list):
-            yield from places(value, (*path, key))
+            yield from json_paths(value, (*path, key))
 
 
 def other_than(value: Any) -> Any:
@@ -123,7 +123,7 @@ IGNORED = {"_name_or_path", "transformers_version", "qwen2 sliding_window", "mul
 @pytest.mark.parametrize("name", RELEASED)
 def test_every_changed_or_added_configuration_key_is_found(name):
     config = RELEASED[name]
-    for path in places(config):
+    for path in json_paths(config):
         value: Any = config
         for key in path:
             value = value[key]

@@ -12,7 +12,7 @@ from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
 from quantforge.verification.side_files import SideFiles, compare_files
 from tests import peers
-from tests.faults.test_verify_configuration import places, with_value
+from tests.faults.test_verify_configuration import json_paths, with_value
 
 ODD_VALUES: tuple[Any, ...] = (
     None, 5, -1, "x", [], {}, [1], {"a": 1}, True, "re:(a+)+$", [[["x"]]], 3.5, 10**400, "\x1b[2J\u202e",
@@ -65,7 +65,7 @@ def test_odd_values_in_side_files_raise_no_error(name, files):
     document = json.loads(files[name])
     paths = [
         path
-        for path in places(document)
+        for path in json_paths(document)
         if not {"vocab", "merges"} & set(path) or chosen.random() < 0.02
     ]
     for path in chosen.sample(paths, min(len(paths), 25)):
