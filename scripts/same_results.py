@@ -38,13 +38,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BEFORE = "5cc4a255238e31c50ee107ab6ac0a40fa4eb97f7"  # tagged before-structure
 DECLARED = Path(__file__).with_suffix(".toml")
 RENAMED = Path(__file__).with_name("renamed_words.toml")
+# Files with the words of the source model, or of another tool.
+SOURCE_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
 PACKAGES = (".", "kernels", "calibration")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -385,6 +387,8 @@ def new_words(document: Any, line: str, file: str) -> Any:
         line: the command that wrote it.
         file: its path below the command's directory, or ``stdout``.
     """
+    if PurePosixPath(file).name in SOURCE_FILES:
+        return document
     words = renamed_words()
     keys = {f"recipe.{old}": new for old, new in words["recipe"].items()}
     if file.endswith(".toml"):

@@ -124,10 +124,12 @@ def _set_problems(
         expected = min((number for number in allowed_counts if number > count), default=0)
     if expected == 0:
         return [f"{module}: {count} experts, the config counts {_join_numbers(allowed_counts)}"]
-    missing = sorted(set(range(max(expected, max(experts) + 1))) - experts.keys())
-    if missing:
-        more_suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return [f"{module}.{missing[0]}: missing{more_suffix}"]
+    # Counted, not listed: a damaged configuration may declare billions of experts.
+    total = max(expected, max(experts) + 1)
+    if num_missing := total - count:
+        first_missing = next(number for number in range(total) if number not in experts)
+        more_suffix = f" and {num_missing - 1} more" if num_missing > 1 else ""
+        return [f"{module}.{first_missing}: missing{more_suffix}"]
     if routed_experts:  # zero-computation experts follow; what they store is not checked
         experts = {number: expert for number, expert in experts.items() if number < routed_experts}
     tensor_names = {tensor_name for expert in experts.values() for tensor_name in expert}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,16 @@ def test_expert_and_router_counts_are_checked(
     else:
         with pytest.raises(InputError, match=r"experts, the config counts|rows for|missing"):
             check_experts(config, stored)
+
+
+def test_billions_of_declared_experts_are_refused_without_listing_them() -> None:
+    tensors = [
+        StoredTensor(f"mlp.experts.{number}.up.weight", "F32", (4, 4)) for number in range(4)
+    ]
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"mlp\.experts\.4: missing and 2147483643 more"):
+            check_experts({"num_local_experts": 2**31}, tensors)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
