@@ -192,7 +192,7 @@ class Sweep:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        from tests.conftest import randomise, tiny_tokenizer
+        from tests.conftest import randomize, tiny_tokenizer
 
         place = self._work / "m"
         if not place.exists():
@@ -201,7 +201,7 @@ class Sweep:
         config = AutoConfig.from_pretrained(place)
         auto = AutoModelForImageTextToText if "text_config" in raw else AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32).eval()
-        randomise(model, seed)
+        randomize(model, seed)
         with torch.no_grad():
             found = model(torch.tensor([IDS])).logits[0, [number - 1 for number in PLACES]].double()
         for old in place.glob("*.safetensors*"):

@@ -14,7 +14,7 @@ from tests.conftest import (
     GEMMA4_SHARED,
     K_EQ_V,
     SIZES,
-    randomise,
+    randomize,
     tiny_tokenizer,
 )
 
@@ -142,7 +142,7 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     model_type, values = {**FAMILIES, **WRITTEN}[name]
     config = AutoConfig.for_model(model_type, **{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    randomise(model)
+    randomize(model)
     model.to(dtype).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.conftest import GEMMA3, GEMMA4, QWEN_VISION, SIZES, VISION, randomise, tiny_tokenizer
+from tests.conftest import GEMMA3, GEMMA4, QWEN_VISION, SIZES, VISION, randomize, tiny_tokenizer
 
 PICTURE = 319  # the token that stands for a part of a picture
 BREAK = 318  # the token behind a row of one, where a family has it
@@ -106,7 +106,7 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     model = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(case.model_type, **config), dtype=torch.float32
     )
-    randomise(model)
+    randomize(model)
     for one, buffer in model.named_buffers():
         if one.rpartition(".")[2] in _BUFFERS:
             buffer.fill_(_BUFFERS[one.rpartition(".")[2]])

@@ -18,7 +18,7 @@ from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
-from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
+from tests.conftest import SIZES, Tiny, randomize, tiny_tokenizer
 from tests.evaluations import compared, options
 from tests.runs import copied, quantize, recipe
 from tests.toys import halving, squares
@@ -92,7 +92,7 @@ def hyperclovax(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = HyperCLOVAXForCausalLM(
         HyperCLOVAXConfig(**ONE_BLOCK, **multipliers, use_post_norm=False)
     )
-    randomise(model)
+    randomize(model)
     model.to(torch.bfloat16).save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)
     return place

@@ -18,7 +18,7 @@ from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.numerics.threads import reproducible
 from quantforge.quantizers.guidance.backward import backward, draw_labels
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
-from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
+from tests.conftest import SIZES, VOCABULARY, Tiny, randomize
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 
@@ -143,7 +143,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 16}))
-    randomise(model)
+    randomize(model)
     directory: Path = tmp_path_factory.mktemp("deep")
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory

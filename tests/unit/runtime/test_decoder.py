@@ -130,14 +130,14 @@ def test_decoder_computes_packed_experts(tiny, tmp_path, family, scheme):
 ])  # fmt: skip
 def test_scaled_rotary_embeddings(scaling):
     from quantforge.model.skeleton import build_skeleton
-    from tests.conftest import SIZES, randomise
+    from tests.conftest import SIZES, randomize
 
     model = build_skeleton({"model_type": "llama", **SIZES, "rope_parameters": scaling}).to_empty(
         device="cpu"
     )
     twin = build_skeleton({"model_type": "llama", **SIZES, "rope_parameters": scaling})
     model.model.rotary_emb = twin.model.rotary_emb  # to_empty forgot what it had computed
-    randomise(model)
+    randomize(model)
     decoder = Decoder(model)
     with torch.inference_mode():
         expected = model(IDS).logits
