@@ -49,14 +49,14 @@ def bases() -> dict[str, dict[str, Any]]:
     """Return the configurations to begin with, by name."""
     from scripts import tiny_families
     from tests import gguf_models
-    from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS
+    from tests.conftest import FAMILIES, MULTIMODAL_MIXTURES
     from tests.vision_models import CASES
 
     texts = {**gguf_models.FAMILIES, **gguf_models.WRITTEN}
     found = {name: {"model_type": kind, **values} for name, (kind, values) in texts.items()}
     for name, case in CASES.items():
         found[f"{name}-tower"] = {"model_type": case.model_type, **case.config}
-    known = {**FAMILIES, **MIXTURES_BESIDE_TOWERS}
+    known = {**FAMILIES, **MULTIMODAL_MIXTURES}
     for name, kind, text in (
         ("gemma4-multimodal", "gemma4", {}),
         ("qwen2.5-vl", "qwen2_vl", {}),

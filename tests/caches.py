@@ -10,7 +10,7 @@ from quantforge_kernels.kv import PAGE_SIZE
 from tests.triton_kernels import DEVICE
 
 
-def cached(dtype, groups, head, lengths, kind, pages=4):
+def random_paged_cache(dtype, groups, head, lengths, kind, pages=4):
     """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
     count, kinds = pages * len(lengths), parse_cache_kind(kind or PLAIN)
     q = _random(len(lengths), groups[0], head, dtype=dtype)

@@ -35,15 +35,15 @@ from tests import plain_loop
 from tests.plain_loop import StopLimits
 
 NOISE = 2e-4  # of logits: a hundred times the deviation of float32 computations from each other
-NOISE_OF_CODES = 1e-2  # with a quantized KV cache, where last bits may change a code by one
-DISTURBED = 8  # how often each choice is repeated, each time with other noise
+QUANTIZED_CACHE_NOISE = 1e-2  # with a quantized KV cache, where last bits may change a code by one
+NOISE_REPEATS = 8  # how often each choice is repeated, each time with other noise
 
 
 def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
     """Return whether a sampler chooses the same token from logits ``[vocabulary]`` with noise; its state stays."""
     (row,) = apply_bias_and_penalties(logits[None], [sampler.options], [sampler.counts])
     random = torch.Generator().manual_seed(len(row))
-    noisy = row + noise * torch.randn(DISTURBED, len(row), generator=random)
+    noisy = row + noise * torch.randn(NOISE_REPEATS, len(row), generator=random)
     rows = torch.cat((row[None], noisy))
     if sampler.options.greedy:
         tokens = rows.argmax(-1)
@@ -89,7 +89,7 @@ def plain_text(
     decoder: Decoder, ids: Sequence[int], limits: StopLimits, sampling: Sampling | None = None
 ) -> list[int]:
     """Return the tokens that the plain loop generates after a prompt, before the first choice that is not clear."""
-    with plain_choices(NOISE if limits.cache in {"", PLAIN} else NOISE_OF_CODES) as choices:
+    with plain_choices(NOISE if limits.cache in {"", PLAIN} else QUANTIZED_CACHE_NOISE) as choices:
         (tokens,) = plain_loop.generate(decoder, [ids], limits, sampling)
     return tokens[: choices.clear]
 

@@ -50,7 +50,7 @@ def options(**changes) -> EvaluationOptions:
     return replace(EvaluationOptions(TEXT, "a test", 4, 24, speed=False), **changes)
 
 
-def compared(
+def evaluate_models(
     reference: Path,
     models: Sequence[Path],
     chosen: EvaluationOptions,
@@ -60,10 +60,10 @@ def compared(
     return compare_models(opened, chosen, settings)
 
 
-def tokenizer_at(path: Path) -> TextTokenizer:
+def load_tokenizer(path: Path) -> TextTokenizer:
     return load_model_tokenizer(open_model(path))
 
 
-def windows_of(path: Path, **changes) -> Windows:
+def evaluation_windows(path: Path, **changes) -> Windows:
     chosen = options(**changes)
-    return cut_windows(tokenizer_at(path), chosen.text, chosen.windows, chosen.length)
+    return cut_windows(load_tokenizer(path), chosen.text, chosen.windows, chosen.length)

@@ -16,7 +16,7 @@ VOCABULARY = 61
 CPU = torch.device("cpu")
 
 
-def following(history) -> int:
+def next_token(history) -> int:
     """Return the token that follows a history."""
     state = 7
     for token in history:
@@ -24,16 +24,16 @@ def following(history) -> int:
     return state % VOCABULARY
 
 
-def alone(request) -> list[int]:
+def greedy_tokens(request) -> list[int]:
     """Return the new tokens of a greedy request by the plain loop."""
     tokens, found = list(request.ids), []
     while len(found) < request.new_tokens and not (found and found[-1] in request.stop):
-        found.append(following(tokens))
+        found.append(next_token(tokens))
         tokens.append(found[-1])
     return found
 
 
-def chain(tokens):
+def chain_tree(tokens):
     """Return the tree of one token for each place."""
     tree, node = DraftTree(), ROOT
     for token in tokens:
@@ -41,7 +41,7 @@ def chain(tokens):
     return tree
 
 
-class Oracle(Drafter):
+class OracleDrafter(Drafter):
     """Drafts trees of a shape in which what really follows often stands, anywhere."""
 
     def __init__(self, shape, seed=0):
@@ -54,16 +54,16 @@ class Oracle(Drafter):
             for node, text in ends:
                 tokens = self.draw.sample(range(VOCABULARY), count)
                 if self.draw.random() < 0.7:
-                    tokens[self.draw.randrange(count)] = following(text)
+                    tokens[self.draw.randrange(count)] = next_token(text)
                 for token in dict.fromkeys(tokens):
                     grown.append((tree.add(node, token), [*text, token]))
             ends = grown
         return tree
 
 
-def drafted(shape):
-    """Return the speculation of an engine that asks `Oracle` in every step that only decodes."""
-    return SpeculativeDecoder(None, lambda room: Oracle(shape, room), len(shape), fixed=True)
+def oracle_speculation(shape):
+    """Return the speculation of an engine that asks `OracleDrafter` in every step that only decodes."""
+    return SpeculativeDecoder(None, lambda room: OracleDrafter(shape, room), len(shape), fixed=True)
 
 
 class FakeDecoder:
@@ -109,7 +109,7 @@ class FakeDecoder:
             history = both[0][0].tolist()
             for row in seen:
                 path = [history[start + place] for place in row.nonzero()[:, 0].tolist()]
-                found.append(following(history[:start] + path))
+                found.append(next_token(history[:start] + path))
             cache.advance(span.row, span.tokens)
         return torch.tensor(found, dtype=torch.float32)[:, None]
 

@@ -12,7 +12,7 @@ from quantforge.errors import QuantForgeError
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 
-NO_DATA = CalibrationOptions(source="none")
+NO_CALIBRATION = CalibrationOptions(source="none")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 
@@ -27,12 +27,12 @@ def export(model: Path, out: Path, kind: str | None = "Q8_0", **values: object) 
     again = {
         key: values.pop(key) for key in ("source", "requantize", "allow_inexact") if key in values
     }
-    values = {"format": "gguf", "calibration": NO_DATA, "scales": "absmax", **values}
+    values = {"format": "gguf", "calibration": NO_CALIBRATION, "scales": "absmax", **values}
     api.export(str(model), Recipe(type=kind, **values), out, settings, **again)
     return out
 
 
-def changed(model: Path, place: Path, file: str, **values: object) -> Path:
+def copy_with_json_values(model: Path, place: Path, file: str, **values: object) -> Path:
     """A copy of a model with other values in a JSON file."""
     place.mkdir()
     for path in model.iterdir():
@@ -42,7 +42,7 @@ def changed(model: Path, place: Path, file: str, **values: object) -> Path:
     return place
 
 
-def refused(
+def assert_export_refused(
     kind: type[QuantForgeError], match: str, model: Path, tmp_path: Path, **values: object
 ) -> None:
     """The export fails so, and nothing of it is left behind."""
@@ -52,8 +52,8 @@ def refused(
     assert set(tmp_path.iterdir()) == before
 
 
-def edited(model: Path, place: Path, change: object) -> Path:
-    model = changed(model, place, "config.json")
+def copy_with_edited_tokenizer(model: Path, place: Path, change: object) -> Path:
+    model = copy_with_json_values(model, place, "config.json")
     content = json.loads((model / "tokenizer.json").read_text())
     change(content)
     (model / "tokenizer.json").write_text(json.dumps(content))

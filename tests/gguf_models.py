@@ -31,7 +31,7 @@ _ROUTED = {**SIZES, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_e
            "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}  # fmt: skip
 _LATENT = {**_ROUTED, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
            "qk_rope_head_dim": 8, "v_head_dim": 24}  # fmt: skip
-_OTHER = {"head_dim": 32, "num_key_value_heads": 1}  # heads of full layers
+_OTHER_HEADS = {"head_dim": 32, "num_key_value_heads": 1}  # heads of full layers
 # Name: (model_type, configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-equal": ("gemma4_text", {**GEMMA4, **K_EQ_V, "num_hidden_layers": 2, "layer_types": _SLIDING[-2:]}),
     "gemma4-moe": ("gemma4_text", {**GEMMA4, **K_EQ_V, **GEMMA4_MOE}),
     "gemma4-other": ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": None,
-                                     "per_layer_config": {1: _OTHER, 3: _OTHER}, "rope_parameters": {
+                                     "per_layer_config": {1: _OTHER_HEADS, 3: _OTHER_HEADS}, "rope_parameters": {
                                          "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
                                          "full_attention": {"rope_type": "default", "rope_theta": 3e5}}}),
     "llama4": ("llama4_text", {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4,

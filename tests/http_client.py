@@ -23,7 +23,7 @@ END = VOCABULARY - 1  # a token that ends texts
 NAME = "fake"
 
 
-def fake_side(template: str | None = None) -> TextProcessor:
+def fake_text_processor(template: str | None = None) -> TextProcessor:
     """The text side of the decoder: a letter for each token."""
     vocabulary = {letter: place for place, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -47,7 +47,7 @@ def letters(tokens: list[int]) -> str:
 
 
 @dataclass
-class Answered:
+class Response:
     """A response."""
 
     status: int = 0
@@ -79,19 +79,19 @@ class Client:
         self.model, self._app = model, application(model)
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None, *,
-                   gone: float | None = None, gone_after: int | None = None) -> Answered:  # fmt: skip
+                   gone: float | None = None, gone_after: int | None = None) -> Response:  # fmt: skip
         """Send a body; be ``gone`` after seconds, or ``gone_after`` so many parts of the response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._call("POST", path, data, headers, gone, gone_after)
 
-    async def complete(self, **body: Any) -> Answered:
+    async def complete(self, **body: Any) -> Response:
         return await self.post("/v1/completions", {"model": NAME, "temperature": 0, **body})
 
-    async def get(self, path: str) -> Answered:
+    async def get(self, path: str) -> Response:
         return await self._call("GET", path, b"", None, None, None)
 
-    async def _call(self, method, path, data, headers, gone, gone_after) -> Answered:
-        found, left, parts = Answered(), asyncio.Event(), 0
+    async def _call(self, method, path, data, headers, gone, gone_after) -> Response:
+        found, left, parts = Response(), asyncio.Event(), 0
         sent = {"content-type": "application/json", **(headers or {})}
         scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
                  "method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
@@ -129,13 +129,13 @@ class Client:
 
 
 @asynccontextmanager
-async def served(
+async def serve_fake_decoder(
     decoder=None, *, template=None, waiting=64, body_bytes=4 << 20, seconds=600.0, **options
 ):
     """A client of a server that has given back every page when it ends."""
     options = {"rows": 4, "tokens": 300, "token_budget": 64, **options}
     engine = ServingEngine(decoder or FakeDecoder(), EngineOptions(**options))
-    side = fake_side(template)
+    side = fake_text_processor(template)
     model = ServedModel(NAME, side, engine, options["rows"], waiting, body_bytes, seconds)
     model.engine.start()
     try:

@@ -95,14 +95,14 @@ def embeddings(model: Path, projector: Path, picture: np.ndarray, width: int) ->
     return np.concatenate(found)
 
 
-def in_fresh_memory(work: Callable[..., Result], *arguments: Any) -> Result:
+def run_in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
     """What a function of a module returns in a new process."""
     with ProcessPoolExecutor(1, _NEW) as process:
         return process.submit(work, *arguments).result()
 
 
 @contextmanager
-def serving(model: Path, projector: Path) -> Iterator[str]:
+def llama_cpp_server(model: Path, projector: Path) -> Iterator[str]:
     """Yield the address of llama.cpp's server of a model that looks at pictures."""
     own, other = _NEW.Pipe()
     process = _NEW.Process(target=_serve, args=(model, projector, other), daemon=True)

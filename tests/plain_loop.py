@@ -31,10 +31,10 @@ def generate(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, its stop token included; each is computed by itself."""
     limits, sampling = limits or StopLimits(), sampling or Sampling()
-    return [_continued(decoder, list(prompt), limits, sampling) for prompt in prompts]
+    return [_generate_for_prompt(decoder, list(prompt), limits, sampling) for prompt in prompts]
 
 
-def _continued(
+def _generate_for_prompt(
     decoder: Decoder, prompt: list[int], limits: StopLimits, sampling: Sampling
 ) -> list[int]:
     cache = decoder.cache(1, len(prompt) + limits.new_tokens, limits.cache)

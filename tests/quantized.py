@@ -40,7 +40,7 @@ def random_tensor(
     return QuantizedTensor(codes, parameters, scheme.with_scale(ScaleType.F16))
 
 
-def decoded(tensor: QuantizedTensor) -> torch.Tensor:
+def dequantize_reference(tensor: QuantizedTensor) -> torch.Tensor:
     """Return ``(codes - zeros) * scales`` in float32, spelled out."""
     rows, columns = tensor.shape
 
@@ -53,7 +53,7 @@ def decoded(tensor: QuantizedTensor) -> torch.Tensor:
     return (tensor.codes.float() - zeros) * spread(tensor.parameters["scales"])
 
 
-def same(first: QuantizedTensor, second: QuantizedTensor) -> bool:
+def bit_equal(first: QuantizedTensor, second: QuantizedTensor) -> bool:
     """Whether two tensors are equal to the bit, types included."""
     pairs = [(first.codes, second.codes)]
     pairs += [(value, second.parameters[key]) for key, value in first.parameters.items()]
@@ -73,12 +73,12 @@ def quantized_plan(
     return TensorPlan(name, "BF16", shape, Action.QUANTIZE, "", layer, stored, block)
 
 
-def kept_plan(name: str, shape: tuple[int, ...], block: int = -1) -> TensorPlan:
+def unquantized_plan(name: str, shape: tuple[int, ...], block: int = -1) -> TensorPlan:
     """Plan one kept tensor."""
     stored = (StoredTensor(name, "BF16", shape),)
     return TensorPlan(name, "BF16", shape, Action.KEEP, "", outputs=stored, block=block)
 
 
-def plan_of(form: Format, tensors: list[TensorPlan]) -> Plan:
+def format_plan(form: Format, tensors: list[TensorPlan]) -> Plan:
     """Return a plan that holds what ``side_files`` reads."""
     return Plan("m", "llama", "rtn", (), "rtn", form.KEY, tuple(tensors), (), 0, 0)

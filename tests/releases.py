@@ -35,7 +35,7 @@ SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
 CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
 
 
-def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
+def stage_release(stage: Stage, text: str, disk: Disk = DISK) -> None:
     """Stage a small release whose every file says which one it is of."""
     with WeightsWriter(stage.path, plan_files(SHARDS), disk=disk) as writer:
         writer.write("a", torch.tensor([ord(text[0])] * 5, dtype=torch.uint8))
@@ -50,18 +50,18 @@ def manifest_of(stage: Stage, text: str) -> bytes:
     return finish_manifest({"schema": SCHEMA, "text": text}, stage.path, stage.manifest)
 
 
-def text_of(data: str) -> str:
+def release_text(data: str) -> str:
     """Which release a file is of."""
     return str(json.loads(data)["text"]) if data.startswith("{") else data
 
 
 def make(out: Path, text: str, disk: Disk = DISK) -> None:
     with Stage(out, out.exists(), disk=disk) as stage:
-        fill(stage, text, disk)
+        stage_release(stage, text, disk)
         stage.publish()
 
 
-def content(directory: Path) -> dict[str, bytes]:
+def read_release(directory: Path) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in directory.rglob("*")
@@ -69,11 +69,11 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
-def beside(out: Path) -> set[str]:
+def sibling_names(out: Path) -> set[str]:
     return {path.name for path in out.parent.iterdir()} - {out.name}
 
 
-class Failing:
+class FailingDisk:
     """A disk whose call number ``at`` (over all kinds of calls) fails."""
 
     def __init__(self, at: int, fail: Callable[[], None]) -> None:
@@ -94,10 +94,10 @@ class Failing:
         return counted
 
 
-FAST = replace(DISK, fsync=lambda descriptor: None)
+NO_FSYNC_DISK = replace(DISK, fsync=lambda descriptor: None)
 
 
-def full(code: int) -> Callable[[], None]:
+def os_error(code: int) -> Callable[[], None]:
     def fail() -> None:
         raise OSError(code, os.strerror(code))
 

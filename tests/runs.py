@@ -29,15 +29,15 @@ from quantforge.progress import Progress
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
 
-ALWAYS = {"--help", "--debug", "--version"}
+GLOBAL_FLAGS = {"--help", "--debug", "--version"}
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).
-ROWS = ("--samples", "6", "--length", "24")
-HANGS = 120  # seconds, of a child that takes a few
+CALIBRATION_ARGUMENTS = ("--samples", "6", "--length", "24")
+HANG_TIMEOUT_S = 120  # seconds, of a child that takes a few
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """How a command ended."""
 
     code: int
@@ -45,7 +45,7 @@ class Ended:
     err: str
 
 
-def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> CommandResult:
     """Run the command line in this process, its error boundary included."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -61,7 +61,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
     captured = capsys.readouterr()
     code = ended.value.code
     check_hints(str(arguments[0]) if arguments else "", captured.err)
-    return Ended(code if isinstance(code, int) else 0, captured.out, captured.err)
+    return CommandResult(code if isinstance(code, int) else 0, captured.out, captured.err)
 
 
 def check_hints(verb: str, printed: str) -> None:
@@ -81,7 +81,7 @@ def check_hints(verb: str, printed: str) -> None:
         }
         ours = re.sub(r"\b(hf|pip|torchrun) .*", "", hint)  # commands of others
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", ours):
-            assert not known or flag in known | ALWAYS, (
+            assert not known or flag in known | GLOBAL_FLAGS, (
                 f"{verb} printed a hint with {flag}, which it does not take: {hint}"
             )
 
@@ -92,7 +92,7 @@ def recipe(method: str = "rtn", **values: Any) -> Recipe:
     return Recipe(method=method, **values)
 
 
-def swift(method: str = "rtn", **values: Any) -> Recipe:
+def fast_recipe(method: str = "rtn", **values: Any) -> Recipe:
     """Build one whose GPTQ goes over the columns once, in a third of the time: for tests of runs, not of rounding."""
     if "gptq" in method:
         values.setdefault("gptq", GptqOptions(refine=0))
@@ -104,7 +104,7 @@ def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> api.Out
     return api.quantize(str(model), wanted, out, Settings(**settings))
 
 
-def forked(work: Callable[[], object], errors: Path) -> int:
+def fork_child(work: Callable[[], object], errors: Path) -> int:
     """Start ``work`` in a child process (its imports are those of this one); its stderr goes to ``errors``.
 
     A child that hangs ends with 1, and says there where.
@@ -120,7 +120,7 @@ def forked(work: Callable[[], object], errors: Path) -> int:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w") for _ in range(2))
-        faulthandler.dump_traceback_later(HANGS, exit=True, file=descriptor)
+        faulthandler.dump_traceback_later(HANG_TIMEOUT_S, exit=True, file=descriptor)
         torch.set_num_threads(1)
         work()
         code = 0
@@ -134,12 +134,12 @@ def forked(work: Callable[[], object], errors: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int) -> int:
+def wait_for_exit_code(child: int) -> int:
     """Wait for a child: its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def tree(directory: Path) -> dict[str, str]:
+def file_digests(directory: Path) -> dict[str, str]:
     """Every file of a directory by its relative name, with its digest."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -148,13 +148,13 @@ def tree(directory: Path) -> dict[str, str]:
     }
 
 
-def copied(model: Path, place: Path) -> Path:
+def copy_model(model: Path, place: Path) -> Path:
     """Copy a model to a place where it may be damaged."""
     shutil.copytree(model, place)
     return place
 
 
-def first_blocks(model: Path, count: int) -> Path:
+def keep_first_blocks(model: Path, count: int) -> Path:
     """Take all but the first blocks out of a model of one file."""
     config = json.loads((model / "config.json").read_text())
     assert config["num_hidden_layers"] > count
@@ -166,11 +166,11 @@ def first_blocks(model: Path, count: int) -> Path:
     return model
 
 
-def moving(away: Path) -> str:
+def move_command(away: Path) -> str:
     return f"mv {{}} {shlex.quote(str(away))}"
 
 
-def script(place: Path, text: str) -> str:
+def python_command(place: Path, text: str) -> str:
     """Return a command that runs lines of Python with the shard as ``shard`` and this folder as ``place``."""
     file = place / "command.py"
     file.write_text(
@@ -199,7 +199,7 @@ def crash_after(part: str) -> Callable[[Progress], None]:
     return progress
 
 
-def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
+def interrupt_measurement(patch: pytest.MonkeyPatch) -> list[int]:
     """Interrupt the measurement of candidates at the third block, once; return the blocks that begin."""
     from quantforge.execution import candidate_errors
 

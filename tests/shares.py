@@ -17,12 +17,12 @@ from quantforge.runtime.tensor_parallel import TensorParallelRank
 Found = TypeVar("Found")
 # Reading sources of transformers in two threads at once ends in an error of Python
 LOADING = Lock()
-PATIENCE = 60  # seconds, of a thread that waits for another
+TIMEOUT_S = 60  # seconds, of a thread that waits for another
 
 
-def on_ranks(count: int, work: Callable[[TensorParallelRank], Found]) -> list[Found]:
+def run_on_ranks(count: int, work: Callable[[TensorParallelRank], Found]) -> list[Found]:
     """Return what every rank made of its share; one that raises ends all."""
-    barrier, parts = Barrier(count, timeout=PATIENCE), [torch.empty(0)] * count
+    barrier, parts = Barrier(count, timeout=TIMEOUT_S), [torch.empty(0)] * count
 
     def run(rank: int) -> Found:
         def total(part: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def make_spec(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), til
 
 
 # Forms of weights as files hold them, as arguments of `make_spec`.
-FORMS = {
+WEIGHT_FORMATS = {
     "int4": {"bits": 4, "group": 128},
     "int4 asymmetric": {"bits": 4, "group": 32, "symmetric": False},
     "int3": {"bits": 3, "group": 64, "symmetric": False},
@@ -64,7 +64,7 @@ FORMS = {
 }
 
 
-def weights(spec: MatmulSpec, seed: int = 0):
+def random_weights(spec: MatmulSpec, seed: int = 0):
     """Random codes over their whole range, and parameters as `Kernel.prepare` takes them."""
     rng = torch.Generator().manual_seed(seed)
     shape = (spec.out_features, spec.in_features)
@@ -103,12 +103,12 @@ def weights(spec: MatmulSpec, seed: int = 0):
     return codes.to(DEVICE), {name: value.to(DEVICE) for name, value in parameters.items()}
 
 
-def activations(spec: MatmulSpec, rows: int = 1, seed: int = 0) -> torch.Tensor:
+def random_activations(spec: MatmulSpec, rows: int = 1, seed: int = 0) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed + 1)
     return torch.randn(rows, spec.in_features, generator=rng).to(DEVICE, spec.dtype)
 
 
-def expected(spec: MatmulSpec, given, x: torch.Tensor) -> torch.Tensor:
+def reference_output(spec: MatmulSpec, given, x: torch.Tensor) -> torch.Tensor:
     """The product in float64 of what the codes stand for."""
     packed = fallback.prepare(*given, spec)
     weight = fallback.decode_rows(packed, spec, slice(None))

@@ -8,14 +8,14 @@ from typing import Any
 
 from tests.conftest import make_tiny, tiny_tokenizer
 
-GEMMA, QWEN, DEEP = "gemma3-multimodal", "qwen2.5-vl", "qwen3-vl"
+GEMMA, QWEN, QWEN3 = "gemma3-multimodal", "qwen2.5-vl", "qwen3-vl"
 IMAGE, START, END = 310, 311, 312  # ids of tokens that the tiny tokenizer has no words for
-WORDS = {
+IMAGE_TOKENS = {
     GEMMA: ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     QWEN: ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
-    DEEP: ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    QWEN3: ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
-PLACE = {GEMMA: "<start_of_image>", QWEN: "<|image_pad|>", DEEP: "<|image_pad|>"}
+IMAGE_MARKERS = {GEMMA: "<start_of_image>", QWEN: "<|image_pad|>", QWEN3: "<|image_pad|>"}
 _SIZES = {
     "do_resize": True,
     "do_rescale": True,
@@ -37,7 +37,7 @@ def make_vision(family: str, directory: Path, **changes: Any) -> Path:
     if family == GEMMA:
         ids = {"image_token_id": IMAGE, "image_token_index": IMAGE}
     make_tiny(family, directory, **ids, **changes)
-    words = WORDS[family]
+    words = IMAGE_TOKENS[family]
     tokenizer = tiny_tokenizer()
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = written["model"]["vocab"]
@@ -58,7 +58,7 @@ def make_vision(family: str, directory: Path, **changes: Any) -> Path:
         settings["extra_special_tokens"] = dict(zip(names, words, strict=True))
     settings.pop("tokenizer_file", None)
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACE", PLACE[family]))
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACE", IMAGE_MARKERS[family]))
     write_processor(family, directory)
     return directory
 

@@ -14,8 +14,8 @@ import torch
 
 from tests.conftest import GEMMA3, GEMMA4, QWEN_VISION, SIZES, VISION, randomize, tiny_tokenizer
 
-PICTURE = 319  # the token that stands for a part of a picture
-BREAK = 318  # the token behind a row of one, where a family has it
+IMAGE_TOKEN = 319  # the token that stands for a part of a picture
+ROW_BREAK_TOKEN = 318  # the token behind a row of one, where a family has it
 _SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
 _TOWER = {**QWEN_VISION, "depth": 4, "intermediate_size": 64}
 _GEMMA4 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -48,30 +48,30 @@ CASES = {
                         "intermediate_size": 64, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2},
         "vision_config": {**VISION, "num_hidden_layers": 2, "intermediate_size": 128, "image_size": 32,
                           "vision_output_dim": 48, "projector_input_dim": 48, "projector_output_dim": 48},
-        "image_token_index": PICTURE,
+        "image_token_index": IMAGE_TOKEN,
     }, (32, 32)),
     "gemma3": Case("gemma3", {
         "text_config": {**GEMMA3, "num_hidden_layers": 6, "layer_types": _SLIDING},
         "vision_config": {**VISION, "intermediate_size": 64, "num_hidden_layers": 2},
-        "mm_tokens_per_image": 4, "image_token_index": PICTURE,
+        "mm_tokens_per_image": 4, "image_token_index": IMAGE_TOKEN,
     }, (32, 32)),
     "gemma4": Case("gemma4", {
         "text_config": {**GEMMA4, "hidden_size_per_layer_input": 32, "pad_token_id": 0,
                         "use_bidirectional_attention": "vision"},
         "vision_config": {**_GEMMA4, "use_clipped_linears": True, "standardize": True},
-        "image_token_id": PICTURE,
+        "image_token_id": IMAGE_TOKEN,
     }, (4 * 3 * 9, 4 * 3 * 10), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "gemma4-causal": Case("gemma4", {  # of a width of which llama.cpp lets no token of a picture look ahead
         "text_config": {**GEMMA4, "hidden_size": 1536, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2,
                         "layer_types": ["sliding_attention", "full_attention"]},
         "vision_config": {**_GEMMA4, "pooling_kernel_size": 2},
-        "image_token_id": PICTURE,
+        "image_token_id": IMAGE_TOKEN,
     }, (4 * 2 * 9, 4 * 2 * 10), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "mistral3": Case("mistral3", {
         "text_config": {**SIZES, "model_type": "mistral", "head_dim": 32, "sliding_window": None, "rms_norm_eps": 1e-5},
         "vision_config": {**VISION, "model_type": "pixtral", "num_hidden_layers": 2, "patch_size": 14,
                           "intermediate_size": 64, "image_size": 280, "hidden_act": "silu"},
-        "image_token_index": PICTURE, "tie_word_embeddings": False,
+        "image_token_index": IMAGE_TOKEN, "tie_word_embeddings": False,
     }, (28 * 3, 28 * 5), _CLIP_MEAN, _CLIP_DEVIATION),
     "ministral3": Case("mistral3", {
         "text_config": {**SIZES, "model_type": "ministral3", "head_dim": 32, "rms_norm_eps": 1e-5,
@@ -80,19 +80,19 @@ CASES = {
                             "original_max_position_embeddings": 8, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
         "vision_config": {**VISION, "model_type": "pixtral", "num_hidden_layers": 2, "patch_size": 14,
                           "intermediate_size": 64, "image_size": 280, "hidden_act": "silu"},
-        "image_token_index": PICTURE, "tie_word_embeddings": False,
+        "image_token_index": IMAGE_TOKEN, "tie_word_embeddings": False,
     }, (28 * 3, 28 * 5), _CLIP_MEAN, _CLIP_DEVIATION),
     "qwen2_5_vl": Case("qwen2_5_vl", {
         "text_config": {**SIZES, "rope_parameters": _rope(2, 3, 3)},
         "vision_config": {key: value for key, value in _TOWER.items() if key != "num_position_embeddings"}
         | {"fullatt_block_indexes": [1, 3], "patch_size": 14},
-        "image_token_id": PICTURE,
+        "image_token_id": IMAGE_TOKEN,
     }, (14 * 12, 14 * 20), _CLIP_MEAN, _CLIP_DEVIATION),
     "qwen3_vl": Case("qwen3_vl", {
         "text_config": {**SIZES, "head_dim": 32, "rope_parameters": _rope(6, 5, 5)},
         "vision_config": {**_TOWER, "patch_size": 16, "num_position_embeddings": 16,
                           "deepstack_visual_indexes": [1, 2]},
-        "image_token_id": PICTURE,
+        "image_token_id": IMAGE_TOKEN,
     }, (16 * 8, 16 * 12)),
 }  # fmt: skip
 
@@ -113,7 +113,7 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     model.to(dtype).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     if CASES[name].model_type == "mistral3":
-        _with_token(directory / "tokenizer.json", "[IMG_BREAK]", BREAK)
+        _with_token(directory / "tokenizer.json", "[IMG_BREAK]", ROW_BREAK_TOKEN)
     return directory
 
 
@@ -139,7 +139,7 @@ def load(directory: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def picture(name: str) -> np.ndarray:
+def random_image(name: str) -> np.ndarray:
     """A picture of noise, uint8 ``[height, width, 3]``."""
     return np.random.default_rng(0).integers(0, 256, (*CASES[name].size, 3), dtype=np.uint8)
 
@@ -147,7 +147,7 @@ def picture(name: str) -> np.ndarray:
 def inputs(name: str) -> dict[str, torch.Tensor]:
     """What transformers' model takes for the picture."""
     case = CASES[name]
-    pixels = torch.tensor(picture(name)).permute(2, 0, 1).float() / 255
+    pixels = torch.tensor(random_image(name)).permute(2, 0, 1).float() / 255
     pixels = (pixels - torch.tensor(case.mean)[:, None, None]) / torch.tensor(case.deviation)[
         :, None, None
     ]
@@ -171,36 +171,38 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, rows, columns]])}
 
 
-def features(name: str, model: Any) -> np.ndarray:
+def image_features(name: str, model: Any) -> np.ndarray:
     """What transformers' tower makes of the picture: ``[tokens, width]``, features of early layers behind it."""
     with torch.no_grad():
         found = model.get_image_features(**inputs(name))
         if name == "llama4":  # whose projector is called by the model
-            return _joined(model.multi_modal_projector(found.last_hidden_state)).numpy()
-    whole = _joined(found.pooler_output)
+            return _flatten_tokens(model.multi_modal_projector(found.last_hidden_state)).numpy()
+    whole = _flatten_tokens(found.pooler_output)
     if CASES[name].model_type == "mistral3":  # a token behind each row but the last
-        row = model.get_input_embeddings().weight[BREAK][None].detach()
+        row = model.get_input_embeddings().weight[ROW_BREAK_TOKEN][None].detach()
         parts = whole.split(CASES[name].size[1] // 28)
         whole = torch.cat([part for one in parts for part in (one, row)][:-1])
-    deep = [_joined(one) for one in getattr(found, "deepstack_features", None) or ()]
+    deep = [_flatten_tokens(one) for one in getattr(found, "deepstack_features", None) or ()]
     return torch.cat([whole, *deep], 1).numpy()
 
 
-def tokens(name: str, model: Any) -> list[int]:
+def image_tokens(name: str, model: Any) -> list[int]:
     """The tokens that stand for the picture, with those behind its rows."""
-    count = len(features(name, model))
+    count = len(image_features(name, model))
     if CASES[name].model_type != "mistral3":
-        return [PICTURE] * count
+        return [IMAGE_TOKEN] * count
     width = CASES[name].size[1] // 28 + 1
-    return [BREAK if place % width == width - 1 else PICTURE for place in range(count)]
+    return [
+        ROW_BREAK_TOKEN if place % width == width - 1 else IMAGE_TOKEN for place in range(count)
+    ]
 
 
-def _joined(value: Any) -> torch.Tensor:
+def _flatten_tokens(value: Any) -> torch.Tensor:
     value = torch.cat([*value]) if isinstance(value, list | tuple) else value
     return value.reshape(-1, value.shape[-1])
 
 
-def png(pixels: np.ndarray) -> bytes:
+def encode_png(pixels: np.ndarray) -> bytes:
     """A picture as a PNG file."""
     height, width, _ = pixels.shape
 

@@ -377,7 +377,7 @@ def by_command(command: str, model: Path, out: Path, made: Path = Path()) -> Non
         made: the folder with other artifacts of the source.
     """
     from quantforge.cli.app import main
-    from tests.runs import ended, forked
+    from tests.runs import fork_child, wait_for_exit_code
 
     rows = ROWS if model.name in TRAINED else FEW
     # The words in braces may hold braces themselves.
@@ -389,7 +389,7 @@ def by_command(command: str, model: Path, out: Path, made: Path = Path()) -> Non
         sys.argv = ["quantforge", *words]
         main()
 
-    if ended(forked(work, errors)):
+    if wait_for_exit_code(fork_child(work, errors)):
         raise RuntimeError(f"quantforge {' '.join(words)}\n{errors.read_text()}")
     errors.unlink()
     out.with_name(f"{out.name}.quantforge.json").unlink(missing_ok=True)

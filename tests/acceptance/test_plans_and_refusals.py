@@ -29,7 +29,7 @@ from tests.acceptance.support import (
     document,
     tensors,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 # ---- plan
 
@@ -40,8 +40,8 @@ from tests.thorough import further
         ("mixture", RTN), ("hybrid", GPTQ), ("tower", RTN),
         ("llama", "--method rtn --scheme nf4 --calibration none"),
         ("llama", "--method rtn --type Q4_0 --calibration none"),
-        further("llama", RTN), further("gpt2", RTN),
-        further("llama", "--method rtn --format mlx --bits 4 --calibration none"),
+        thorough_case("llama", RTN), thorough_case("gpt2", RTN),
+        thorough_case("llama", "--method rtn --format mlx --bits 4 --calibration none"),
     ],
 )  # fmt: skip
 def test_a_plan_predicts_output_bytes_and_every_tensor(

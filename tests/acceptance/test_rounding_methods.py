@@ -24,7 +24,7 @@ from tests.acceptance.support import (
     relative_error,
     tensors,
 )
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 METHODS = {
     "rtn": RTN,
@@ -38,7 +38,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", usual(METHODS, "awq+gptq", "smooth+gptq", "rotate+rtn", "guided"))
+@pytest.mark.parametrize(
+    "name", mark_others_thorough(METHODS, "awq+gptq", "smooth+gptq", "rotate+rtn", "guided")
+)
 def test_every_method_writes_a_result_that_verify_accepts(
     name: str, model: Model, make: Make
 ) -> None:
@@ -102,7 +104,8 @@ def test_scale_search_has_less_error_than_absmax(model: Model, make: Make) -> No
     "words",
     [
         "--refine 0", "--seed 1", "--samples 6", "--length 48", "--scales absmax", "--calibration self",
-        further("--guided-hessians 2"), further("--max-shard-bytes 200000"), further("--calibration TEXT"),
+        thorough_case("--guided-hessians 2"), thorough_case("--max-shard-bytes 200000"),
+        thorough_case("--calibration TEXT"),
     ],
 )  # fmt: skip
 def test_an_option_changes_the_bytes(
@@ -184,7 +187,7 @@ def test_static_input_scales_are_measured(make: Make) -> None:
     assert (ranges["percentile"] < ranges["absmax"]).any()
 
 
-@pytest.mark.parametrize("method", ["magnitude", further("wanda"), "sparsegpt"])
+@pytest.mark.parametrize("method", ["magnitude", thorough_case("wanda"), "sparsegpt"])
 def test_pruning_reaches_the_requested_sparsity(method: str, model: Model, make: Make) -> None:
     words = f"--method {method} --format plain {'' if method == 'magnitude' else ROWS}"
     result = make("quantize", "llama", words, "--sparsity 2:4").path

@@ -30,7 +30,7 @@ from tests.acceptance.support import (
     refusal,
     split_arguments,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 
 def finished_parts(run: Running) -> list[str]:
@@ -49,8 +49,8 @@ def names_beside(out: Path) -> set[str]:
         ([signal.SIGTERM], {143}),
         ([signal.SIGHUP], {129}),
         ([signal.SIGINT, signal.SIGINT], {130, -signal.SIGINT}),  # the second one ends it at once
-        further([signal.SIGKILL], {-signal.SIGKILL}),
-        further([signal.SIGINT], {130}),
+        thorough_case([signal.SIGKILL], {-signal.SIGKILL}),
+        thorough_case([signal.SIGINT], {130}),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
@@ -127,7 +127,9 @@ def test_processes_that_join_a_run_write_the_same_bytes(
     assert names_beside(out) == set()
 
 
-@pytest.mark.parametrize("words", [("--threads 2 --activations disk", "-v"), further(("-q",))])
+@pytest.mark.parametrize(
+    "words", [("--threads 2 --activations disk", "-v"), thorough_case(("-q",))]
+)
 def test_threads_disk_and_verbosity_do_not_change_the_output(
     words: tuple[str, ...], model: Model, make: Make, start: Start, tmp_path: Path
 ) -> None:
@@ -330,7 +332,10 @@ def test_an_invalid_recipe_is_refused(text: str, word: str, model: Model, tmp_pa
 
 @pytest.mark.parametrize(
     "name",
-    ["vllm-4bit", *map(further, ("llama.cpp-4bit", "mlx-4bit", "transformers-4bit", "fast-8bit"))],
+    [
+        "vllm-4bit",
+        *map(thorough_case, ("llama.cpp-4bit", "mlx-4bit", "transformers-4bit", "fast-8bit")),
+    ],
 )
 def test_a_built_in_recipe_can_be_planned(name: str, model: Model) -> None:
     planned = document("plan", model("demo"), "--recipe", name)

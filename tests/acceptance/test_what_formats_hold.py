@@ -20,7 +20,7 @@ from tests.acceptance.support import (
     relative_error,
     tensors,
 )
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 PLAIN = "--method rtn --calibration none"
 # Of a GGUF file the linears in the blocks alone are looked at here.
@@ -38,24 +38,24 @@ STORED = [
     ("compressed-tensors", "int4:g128:sym", 0.15),
     ("compressed-tensors", "int3:g64:sym", 0.30),
     ("compressed-tensors", "int4:g32:asym", 0.12),
-    further("compressed-tensors", "int8:row:sym", 0.02),
+    thorough_case("compressed-tensors", "int8:row:sym", 0.02),
     ("compressed-tensors", "W8A8", 0.02),
-    further("compressed-tensors", "FP8_DYNAMIC", 0.04),
+    thorough_case("compressed-tensors", "FP8_DYNAMIC", 0.04),
     ("compressed-tensors", "FP8_BLOCK", 0.04),
     ("compressed-tensors", "nvfp4", 0.12),
     ("gptq", "int4:g128:sym", 0.15),
-    further("gptq", "int8:g64:sym", 0.02),
+    thorough_case("gptq", "int8:g64:sym", 0.02),
     ("gptq", "int2:g64:asym", 0.50),
     ("gptq_v2", "int4:g64:asym", 0.15),
     ("awq", "int4:g128:asym", 0.15),
-    further("bnb", "nf4:g64:sym", 0.12),
+    thorough_case("bnb", "nf4:g64:sym", 0.12),
     ("bnb", "nf4:g64:sym:double", 0.12),
     ("bnb", "int8:row:sym", 0.02),
     ("fp8", "fp8:128x128", 0.04),
     ("mlx", "int4:g64:min", 0.13),
-    further("mlx", "int8:g32:min", 0.02),
+    thorough_case("mlx", "int8:g32:min", 0.02),
     ("gguf", "q4_0", 0.13),
-    further("gguf", "q8_0", 0.02),
+    thorough_case("gguf", "q8_0", 0.02),
 ]
 
 
@@ -91,16 +91,16 @@ def test_stored_codes_decode_to_the_rounded_weights(
 # What moves where: made as, moved into, and what the export says of it. Every format is read and written once.
 MOVED = [
     (("compressed-tensors", "int4:g128:sym"), "mlx", "exact"),
-    further(("compressed-tensors", "int4:g128:sym"), "gptq", "exact"),
+    thorough_case(("compressed-tensors", "int4:g128:sym"), "gptq", "exact"),
     (("compressed-tensors", "int8:row:sym"), "bnb", "exact"),
-    further(("gptq", "int8:g64:sym"), "gptq_v2", "exact"),
+    thorough_case(("gptq", "int8:g64:sym"), "gptq_v2", "exact"),
     (("gptq", "int8:g64:sym"), "gguf", "exact"),
     (("gptq_v2", "int4:g64:asym"), "awq", "exact"),
     (("awq", "int4:g128:asym"), "gptq_v2", "exact"),
-    further(("awq", "int4:g128:asym"), "compressed-tensors", "exact"),
+    thorough_case(("awq", "int4:g128:asym"), "compressed-tensors", "exact"),
     (("fp8", "fp8:128x128"), "compressed-tensors", "exact"),
     (("gguf", "q4_0"), "gptq", "exact"),
-    further(("gguf", "q8_0"), "compressed-tensors", "exact"),
+    thorough_case(("gguf", "q8_0"), "compressed-tensors", "exact"),
 ]
 
 
@@ -231,7 +231,9 @@ TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", usual(TYPES, "BF16", "Q8_0", "Q4_K_M", "Q3_K_M", "IQ4_XS"))
+@pytest.mark.parametrize(
+    "name", mark_others_thorough(TYPES, "BF16", "Q8_0", "Q4_K_M", "Q3_K_M", "IQ4_XS")
+)
 def test_every_gguf_type_decodes_within_its_error(name: str, model: Model, make: Make) -> None:
     result = make("export", "wide", "--type", name).path
     source, decoded = linears(model("wide")), decode(result)
@@ -264,7 +266,7 @@ def test_iq2_types_need_an_importance_matrix(model: Model, make: Make, tmp_path:
         assert relative_error(weight, source[module]) < 0.6, module
 
 
-@pytest.mark.parametrize("name", ["Q4_0", further("Q5_1"), further("Q8_0")])
+@pytest.mark.parametrize("name", ["Q4_0", thorough_case("Q5_1"), thorough_case("Q8_0")])
 def test_reference_scales_match_the_bytes_of_gguf_py(name: str, model: Model, make: Make) -> None:
     """`--scales reference` writes what llama.cpp's own package makes of the same numbers."""
     import gguf

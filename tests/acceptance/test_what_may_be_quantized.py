@@ -30,14 +30,14 @@ from tests.acceptance.support import (
     relative_error,
     tensors,
 )
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 FAMILIES = ("llama", "tied", "gpt2", "mixture", "hybrid", "tower")
 
 
 @pytest.mark.parametrize(
     ("family", "words"),  # by GPTQ every family; without data those whose linears lie otherwise
-    usual(
+    mark_others_thorough(
         [*((family, GPTQ) for family in FAMILIES), *((name, RTN) for name in ("mixture", "tower"))],
         *((family, GPTQ) for family in FAMILIES if family != "llama"),
     ),
@@ -54,7 +54,7 @@ def test_all_linears_of_a_family_are_quantized(
     assert 0 < row["kl_mean"] < 0.5
 
 
-@pytest.mark.parametrize("family", ["mixture", further("hybrid"), "tower", "gpt2"])
+@pytest.mark.parametrize("family", ["mixture", thorough_case("hybrid"), "tower", "gpt2"])
 def test_decoded_weights_load_in_transformers(
     family: str, model: Model, make: Make, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from tests.acceptance.support import (
     command,
     document,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 PROMPT = "import os, json, json, json"
 
@@ -68,7 +68,7 @@ def test_log_probabilities_match_transformers(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["--draft ngram", "--draft lookahead", further("--draft int3"), "--draft DEMO",
+    ["--draft ngram", "--draft lookahead", thorough_case("--draft int3"), "--draft DEMO",
      "--draft int3 --draft-tree 2x1"],
 )  # fmt: skip
 def test_speculation_changes_no_token(words: str, model: Model, result: Path, plain: Any) -> None:
@@ -141,7 +141,7 @@ def test_the_chat_template_is_applied_unless_raw(result: Path) -> None:
     assert chat["prompt_tokens"] > raw["prompt_tokens"]
 
 
-@pytest.mark.parametrize("kind", [further("int8"), "fp8", "k=int8,v=int4"])
+@pytest.mark.parametrize("kind", [thorough_case("int8"), "fp8", "k=int8,v=int4"])
 def test_a_quantized_cache_keeps_log_probabilities_close(kind: str, result: Path) -> None:
     plain, smaller = (
         answer(result, "--max-tokens 4 --logprobs 0", words)["choices"][0]
@@ -151,7 +151,7 @@ def test_a_quantized_cache_keeps_log_probabilities_close(kind: str, result: Path
     assert logprobs[0] == pytest.approx(logprobs[1], abs=0.2)
 
 
-@pytest.mark.parametrize("family", ["hybrid", further("mixture"), further("gpt2")])
+@pytest.mark.parametrize("family", ["hybrid", thorough_case("mixture"), thorough_case("gpt2")])
 def test_every_family_generates_text(family: str, model: Model) -> None:
     generated = document("generate", model(family), "the weights", "--raw --max-tokens 4")[
         "answers"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.acceptance.support import RTN, CommandResult, Copy, Make, Model, command, config, tensors
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 MANIFEST = "quantforge.manifest.json"
 SCALE = "model.layers.1.mlp.up_proj.weight_scale"
@@ -41,8 +41,9 @@ def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     ("format_key", "scheme"),
     [
         ("compressed-tensors", "int4:g32:asym"), ("gptq", "int4:g128:sym"), ("gguf", "q4_0"),
-        further("awq", "int4:g128:asym"), further("bnb", "nf4:g64:sym"), further("fp8", "fp8:128x128"),
-        further("mlx", "int4:g64:min"),
+        thorough_case("awq", "int4:g128:asym"), thorough_case("bnb", "nf4:g64:sym"),
+        thorough_case("fp8", "fp8:128x128"),
+        thorough_case("mlx", "int4:g64:min"),
     ],
 )  # fmt: skip
 def test_sound_results_of_every_format_pass_strict(
@@ -93,7 +94,7 @@ DEFECTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize(
-    "defect", usual(DEFECTS, "a scale that is no number", "codes of another tensor")
+    "defect", mark_others_thorough(DEFECTS, "a scale that is no number", "codes of another tensor")
 )
 def test_a_planted_defect_is_an_error_with_its_location(
     defect: str, model: Model, result: Path
@@ -114,7 +115,11 @@ def test_a_sound_result_needs_no_manifest(model: Model, result: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope_theta", 5.0), further("rms_norm_eps", 0.1), further("num_attention_heads", 2)],
+    [
+        ("rope_theta", 5.0),
+        thorough_case("rms_norm_eps", 0.1),
+        thorough_case("num_attention_heads", 2),
+    ],
 )
 def test_a_configuration_that_differs_from_the_source_fails(
     key: str, value: object, model: Model, result: Path

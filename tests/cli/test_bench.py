@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Tiny
-from tests.runs import command
+from tests.runs import run_command
 
 DEMO = str(Path(__file__).parents[2] / "models/demo")
 SMALL = ("--requests", "6", "--prompt-tokens", "8..20", "--new-tokens", "3..6", "--rows", "4")
 
 
 def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
-    result = command(
+    result = run_command(
         capsys,
         "bench",
         DEMO,
@@ -56,15 +56,19 @@ def test_drafted_tokens_are_counted_and_need_an_engine_here(
         "--draft",
         "int3",
     )
-    found = json.loads(command(capsys, "bench", DEMO, *words, "--draft-tree", "2x1", "--json").out)
+    found = json.loads(
+        run_command(capsys, "bench", DEMO, *words, "--draft-tree", "2x1", "--json").out
+    )
     assert found["options"]["drafts"] == {"draft": "int3", "tokens": 8, "tree": "2x1"}
     counts = found["rows"][0]["engine"]["speculation"]
     assert counts["drafted"] >= counts["accepted"] > 0
-    table = command(capsys, "bench", DEMO, *words).out
+    table = run_command(capsys, "bench", DEMO, *words).out
     assert "drafted tokens right" in " ".join(table.split())
-    refused = command(capsys, "bench", DEMO, "--url", "http://127.0.0.1:9/v1", "--draft", "ngram")
+    refused = run_command(
+        capsys, "bench", DEMO, "--url", "http://127.0.0.1:9/v1", "--draft", "ngram"
+    )
     assert (refused.code, "--draft" in refused.err) == (2, True)
-    refused = command(capsys, "bench", DEMO, "--draft", "lookahead")
+    refused = run_command(capsys, "bench", DEMO, "--draft", "lookahead")
     assert (refused.code, "single text" in refused.err) == (2, True)
 
 
@@ -85,7 +89,7 @@ MEANINGLESS: list[tuple[tuple[object, ...], str]] = [
 
 def test_what_means_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in MEANINGLESS:
-        result = command(capsys, "bench", DEMO, *words)
+        result = run_command(capsys, "bench", DEMO, *words)
         assert result.code in {2, 3}, (words, result.err)
         assert said in result.err, words
         assert not result.out, words
@@ -94,6 +98,6 @@ def test_what_means_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_model_that_is_not_computed_here_is_refused(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(capsys, "bench", str(tiny("falcon-h1")), *SMALL)
+    result = run_command(capsys, "bench", str(tiny("falcon-h1")), *SMALL)
     assert result.code != 0
     assert "--url" in result.err

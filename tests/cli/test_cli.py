@@ -15,7 +15,7 @@ import pytest
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
 from quantforge.progress import Progress
-from tests.runs import command, copied
+from tests.runs import copy_model, run_command
 
 VERBS = (
     "plan", "quantize", "export", "eval", "generate", "verify", "reproduce", "diff", "inspect", "formats", "recipes",
@@ -48,7 +48,7 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_nothing_heavy_is_imported_before_there_is_work(model: Path, tmp_path: Path) -> None:
     """One process runs command after command, and looks at what each of them has imported."""
-    taken, damaged = tmp_path / "taken", copied(model, tmp_path / "damaged")
+    taken, damaged = tmp_path / "taken", copy_model(model, tmp_path / "damaged")
     taken.mkdir()
     (damaged / "model.safetensors").write_bytes(b"x")
     fine = [["--help"], ["--version"], ["formats"], ["recipes"], ["recipes", "balanced-4bit"],
@@ -95,12 +95,12 @@ for arguments in json.loads(sys.stdin.read()):
 
 
 def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
-    loud = command(capsys, "quantize", model, "--scales", "absmax", "-v", "-o", tmp_path / "a")
+    loud = run_command(capsys, "quantize", model, "--scales", "absmax", "-v", "-o", tmp_path / "a")
     assert loud.out == f"{tmp_path / 'a'}\n"
     parts = [line for line in loud.err.splitlines() if line.startswith("block ")]
     assert len(parts) == 2
     assert all("peak" in line for line in parts)
-    quiet = command(capsys, "quantize", model, "--scales", "absmax", "-o", tmp_path / "b", "-q")
+    quiet = run_command(capsys, "quantize", model, "--scales", "absmax", "-o", tmp_path / "b", "-q")
     assert quiet.out == f"{tmp_path / 'b'}\n"
     assert quiet.err == ""
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}, "no log that nobody asked for"
@@ -115,20 +115,20 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
     options = ("quantize", model, "--scales", "absmax", "-q", "-o", tmp_path / "a", "--log")
     bad = {"mine": 4, "link": 4, "nowhere": 4, "pipe": 4, "no/log": 3, "a/log": 3, model / "log": 2}
     for name, code in bad.items():
-        assert command(capsys, *options, tmp_path / name).code == code, name
+        assert run_command(capsys, *options, tmp_path / name).code == code, name
     assert mine.read_text() == "mine"
     assert not (tmp_path / "a").exists()
-    assert command(capsys, *options, log).code == 0
+    assert run_command(capsys, *options, log).code == 0
     parts = [json.loads(line)["part"] for line in log.read_text().splitlines()]
     assert parts == ["outer", "block 0", "block 1", "head"]
-    assert command(capsys, *options, log, "--overwrite").code == 0
+    assert run_command(capsys, *options, log, "--overwrite").code == 0
     assert len(log.read_text().splitlines()) == 8, "it goes on"
     for name in ("mine.md", "link.md"):
         (tmp_path / name).symlink_to("mine")
-        ended = command(capsys, "eval", model, "--report", tmp_path / name, "--overwrite")
+        ended = run_command(capsys, "eval", model, "--report", tmp_path / name, "--overwrite")
         assert ended.code == 4, ended.err
     (tmp_path / "old.md").write_text("mine")
-    assert command(capsys, "eval", model, "--report", tmp_path / "old.md").code == 4
+    assert run_command(capsys, "eval", model, "--report", tmp_path / "old.md").code == 4
     assert mine.read_text() == "mine"
 
 
@@ -238,7 +238,7 @@ def test_a_refusal_says_what_and_what_to_type(model, tmp_path, capsys, code):
         arguments = line
         for key, value in places.items():
             arguments = [word.replace(key, str(value)) for word in arguments]
-        result = command(capsys, *arguments)
+        result = run_command(capsys, *arguments)
         assert result.code == code, (line, result.err)
         error, hint = result.err.split("hint: ")
         # What was chosen is said first, where it comes to that.
@@ -260,14 +260,14 @@ def test_an_engine_that_is_not_installed_is_told_before_a_file_is_read(
     monkeypatch.setattr("quantforge.evaluation.llama_cpp.find_spec", lambda _: None)
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     asked = ("eval", model, tmp_path / "damaged.gguf")
-    result = command(capsys, *asked, "--engine", "llama.cpp")
+    result = run_command(capsys, *asked, "--engine", "llama.cpp")
     assert result.code == 2, result.err
     assert "pip install 'quantforge[llamacpp]'" in result.err
-    assert command(capsys, *asked).code == 3
+    assert run_command(capsys, *asked).code == 3
 
 
 def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsys):
-    source = copied(model, tmp_path / "m")
+    source = copy_model(model, tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     config |= {"model_type": "evil\x1b[2J\x07", "_name_or_path": "x\nlicense: mit"}
     (source / "config.json").write_text(json.dumps(config))
@@ -276,23 +276,23 @@ def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsy
         ["inspect", source],
         ["plan", source, "--method", "gptq"],
     ):
-        result = command(capsys, *arguments)
+        result = run_command(capsys, *arguments)
         assert "\x1b" not in result.out + result.err
         assert "\x07" not in result.out + result.err
-    assert command(capsys, "quantize", source, "-o", tmp_path / "o", "-q").code == 0
+    assert run_command(capsys, "quantize", source, "-o", tmp_path / "o", "-q").code == 0
     assert "license: mit" not in (tmp_path / "o" / "README.md").read_text()
 
 
 def test_a_bug_of_ours_is_told_from_a_bad_input(model, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("quantforge.api.plan", lambda *_, **__: 1 / 0)
-    result = command(capsys, "plan", model)
+    result = run_command(capsys, "plan", model)
     assert result.code == 1
     assert "Traceback" not in result.err
     (saved,) = tmp_path.glob("*.traceback")
     assert "ZeroDivisionError" in saved.read_text()
     assert str(saved) in result.err
-    assert "Traceback" in command(capsys, "plan", model, "--debug").err
+    assert "Traceback" in run_command(capsys, "plan", model, "--debug").err
 
 
 def test_memory_that_runs_out_is_no_bug(model, capsys, monkeypatch):
@@ -300,13 +300,13 @@ def test_memory_that_runs_out_is_no_bug(model, capsys, monkeypatch):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr("quantforge.api.plan", fail)
-    result = command(capsys, "plan", model)
+    result = run_command(capsys, "plan", model)
     assert result.code == 7
     assert "hint: " in result.err
 
 
 def test_arguments_that_are_no_utf_8_are_refused_before_the_work(capsys):
-    result = command(capsys, "plan", "models/\udcff", "--bits", "4")
+    result = run_command(capsys, "plan", "models/\udcff", "--bits", "4")
     assert result.code == 2
     assert "not UTF-8" in result.err
 
@@ -316,14 +316,14 @@ def test_arguments_that_are_no_utf_8_are_refused_before_the_work(capsys):
     [("inspect", "a" * 5000), ("verify", "a" * 300), ("diff", "a" * 300, "b"), ("plan", "b", "--recipe", "c" * 300)],
 )  # fmt: skip
 def test_names_that_are_too_long_are_refused_wherever_they_stand(capsys, arguments):
-    result = command(capsys, *arguments)
+    result = run_command(capsys, *arguments)
     assert result.code == 3
     assert result.err.startswith("error: ")
 
 
 def test_a_number_of_threads_that_would_end_the_process_is_refused(model, tmp_path, capsys):
     for verb in (["quantize", model, "-o", tmp_path / "o"], ["eval", model], ["verify", model]):
-        result = command(capsys, *verb, "--threads", "100000")
+        result = run_command(capsys, *verb, "--threads", "100000")
         assert result.code == 2
         assert "more than" in result.err
 
@@ -354,7 +354,7 @@ def test_no_text_of_others_reaches_a_terminal_raw(capsys):
 
 
 def test_a_terminal_that_is_not_utf_8_gets_escapes(model, tmp_path):
-    copy = copied(model, tmp_path / "mödell")
+    copy = copy_model(model, tmp_path / "mödell")
     told = subprocess.run(
         [Path(sys.executable).with_name("quantforge"), "inspect", copy],
         env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False,

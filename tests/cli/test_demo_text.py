@@ -13,7 +13,7 @@ from quantforge.api import demo
 from quantforge.api.demo_text import evaluation_text
 from quantforge.api.scored_text import BUILTIN, REFERENCE_TEXT, find_reference_text
 from quantforge.evaluation.text_tables import UNFAMILIAR_PERPLEXITY
-from tests.runs import command
+from tests.runs import run_command
 
 FEW = ("--windows", "2", "--length", "128", "--no-speed", "--json")
 
@@ -22,10 +22,10 @@ def test_the_text_beside_a_reference_is_scored_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command(capsys, "demo").code == 0
+    assert run_command(capsys, "demo").code == 0
     text = Path("demo", REFERENCE_TEXT).read_bytes()
     assert text.decode() == evaluation_text()
-    ended = command(capsys, "eval", "demo", *FEW, "--json-progress")
+    ended = run_command(capsys, "eval", "demo", *FEW, "--json-progress")
     found = json.loads(ended.out)
     assert (
         found["protocol"]["text"]
@@ -33,7 +33,7 @@ def test_the_text_beside_a_reference_is_scored_and_said(
     )
     assert found["models"][0]["perplexity"] < UNFAMILIAR_PERPLEXITY / 2
     assert f"--text demo/{REFERENCE_TEXT}: the text that lies beside the reference" in ended.err
-    named = json.loads(command(capsys, "eval", "demo", *FEW, "--text", "builtin").out)
+    named = json.loads(run_command(capsys, "eval", "demo", *FEW, "--text", "builtin").out)
     assert named["protocol"]["text"] == "builtin evaluation text"
     assert named["models"][0]["perplexity"] > UNFAMILIAR_PERPLEXITY
 

@@ -12,7 +12,7 @@ from quantforge.cli.diff import MAX_LISTED, _show
 from quantforge.cli.verify import _show as show_report
 from quantforge.verification.difference import Difference
 from quantforge.verification.findings import Report
-from tests.runs import command
+from tests.runs import run_command
 
 DEMO = Path(__file__).parents[2] / "models/demo"
 
@@ -86,8 +86,8 @@ def test_one_field_that_a_recipe_lacks_is_not_told_as_no_recipe(capsys):
 
 
 def test_words_too_many_are_answered_with_an_option(capsys):
-    assert "--compare MODEL" in command(capsys, "generate", DEMO, "Explain", "json.").err
-    assert "the result is an option: -o" in command(capsys, "quantize", DEMO, "out").err
+    assert "--compare MODEL" in run_command(capsys, "generate", DEMO, "Explain", "json.").err
+    assert "the result is an option: -o" in run_command(capsys, "quantize", DEMO, "out").err
 
 
 def test_every_field_that_differs_has_its_line(capsys):
@@ -126,19 +126,21 @@ def test_every_field_that_differs_has_its_line(capsys):
 def test_what_another_container_cannot_hold_is_no_difference(tmp_path, capsys):
     model = tmp_path / "demo"
     shutil.copytree(DEMO, model)
-    assert command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "d.gguf").code == 0
+    assert (
+        run_command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "d.gguf").code == 0
+    )
     for pair in ((model, tmp_path / "d.gguf"), (tmp_path / "d.gguf", model)):
-        ended = command(capsys, "diff", *pair)
+        ended = run_command(capsys, "diff", *pair)
         assert ended.code == 0
         assert "not compared, since a GGUF file holds no such files" in ended.out
         assert "tokenizer.json" in ended.out
         assert "differs:" not in ended.out
-        told = json.loads(command(capsys, "diff", *pair, "--json").out)
+        told = json.loads(run_command(capsys, "diff", *pair, "--json").out)
         assert {"tokenizer.json", "tokenizer_config.json"} <= {*told["files_not_compared"]}
         assert (told["equal"], told["files"]) == (True, [])
     (model / "chat_template.jinja").write_text("{{ messages }}")
-    command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "t.gguf")
-    assert command(capsys, "diff", model, tmp_path / "t.gguf").code == 0
+    run_command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "t.gguf")
+    assert run_command(capsys, "diff", model, tmp_path / "t.gguf").code == 0
     (model / "chat_template.jinja").write_text("{{ other }}")
-    ended = command(capsys, "diff", model, tmp_path / "t.gguf")
+    ended = run_command(capsys, "diff", model, tmp_path / "t.gguf")
     assert (ended.code, "differs: the file chat_template.jinja" in ended.out) == (5, True)

@@ -23,7 +23,7 @@ from quantforge.planning import allocation
 from quantforge.recipe import CalibrationOptions
 from quantforge.serving import server
 from quantforge.serving.server import ModelServer, listen
-from tests.runs import command, first_blocks
+from tests.runs import keep_first_blocks, run_command
 
 ROOT = Path(__file__).parents[2]
 # Calibration of the same commands, so that the test is quick
@@ -73,9 +73,9 @@ def test_examples_run_as_written(
     for line in lines:
         program, *arguments = shlex.split(line, comments=True)
         assert program == "quantforge"
-        ended = command(capsys, *arguments)
+        ended = run_command(capsys, *arguments)
         if arguments[0] == "demo":
-            first_blocks(tmp_path / "demo", 1)  # so that the test is quick
+            keep_first_blocks(tmp_path / "demo", 1)  # so that the test is quick
         different = 5 if arguments[0] == "diff" else 0  # two methods, other values
         assert ended.code == different, (line, ended.err)
 
@@ -88,8 +88,8 @@ def test_the_example_of_a_release_runs_behind_the_demo(
     monkeypatch.chdir(tmp_path)
     lines = re.findall(r"^#     (quantforge .*)$", example.read_text(), re.MULTILINE)
     assert [line.split()[1] for line in lines] == ["demo", "release"]
-    assert command(capsys, *lines[0].split()[1:]).code == 0
-    planned = command(capsys, *lines[1].split()[1:], "--dry-run", "--json")
+    assert run_command(capsys, *lines[0].split()[1:]).code == 0
+    planned = run_command(capsys, *lines[1].split()[1:], "--dry-run", "--json")
     assert planned.code == 0, planned.err
     assert len(json.loads(planned.out)["variants"]) == 2
 
@@ -116,5 +116,5 @@ def test_the_demo_is_the_model_whole_and_replaces_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"mine"}
     with pytest.raises(RefusedError, match="exists"):
         quantforge.demo(made)
-    assert command(capsys, "demo", tmp_path / "no" / "where").code == 3
-    assert command(capsys, "demo", made).code == 4
+    assert run_command(capsys, "demo", tmp_path / "no" / "where").code == 3
+    assert run_command(capsys, "demo", made).code == 4

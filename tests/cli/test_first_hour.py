@@ -19,7 +19,7 @@ from quantforge.plans import Note, NoteKind
 from quantforge.progress import Progress
 from quantforge_calibration.readers import RowReader, read_hub
 from quantforge_calibration.source_error import SourceError
-from tests.runs import command, copied
+from tests.runs import copy_model, run_command
 
 
 def test_all_names_that_are_equally_near_are_told() -> None:
@@ -29,15 +29,15 @@ def test_all_names_that_are_equally_near_are_told() -> None:
 
 def test_models_inside_of_a_directory_that_is_none_are_named(model, tmp_path: Path, capsys) -> None:
     for name in ("b", "a"):
-        copied(model, tmp_path / name)
+        copy_model(model, tmp_path / name)
     (tmp_path / "c.gguf").touch()
     (tmp_path / "other").mkdir()
-    ended = command(capsys, "plan", tmp_path, "--bits", "4")
+    ended = run_command(capsys, "plan", tmp_path, "--bits", "4")
     assert ended.code == 3
     inside = " or ".join(str(tmp_path / name) for name in ("a", "b", "c.gguf"))
     assert f"hint: a model is inside: {inside}\n" in ended.err
     (tmp_path / "other" / "adapter_config.json").touch()
-    ended = command(capsys, "quantize", tmp_path / "other", "--bits", "4")
+    ended = run_command(capsys, "quantize", tmp_path / "other", "--bits", "4")
     assert ended.code == 3
     assert (
         f"hint: it is an adapter: quantforge quantize BASE --adapter {tmp_path}/other\n"
@@ -47,7 +47,7 @@ def test_models_inside_of_a_directory_that_is_none_are_named(model, tmp_path: Pa
 
 def test_a_type_beside_bits_is_refused_as_it_was_typed(model, capsys) -> None:
     for option, value in (("--bits", "4"), ("--scheme", "int4:g32")):
-        ended = command(capsys, "plan", model, "--type", "q4_k_m", option, value)
+        ended = run_command(capsys, "plan", model, "--type", "q4_k_m", option, value)
         assert ended.code == 2
         assert f"--type and {option} are both given" in ended.err
 
@@ -63,7 +63,7 @@ def test_a_type_beside_bits_is_refused_as_it_was_typed(model, capsys) -> None:
 def test_an_address_of_the_hub_is_answered_with_the_name_and_how_to_fetch_it(
     typed: str, capsys
 ) -> None:
-    ended = command(capsys, "plan", typed, "--bits", "4")
+    ended = run_command(capsys, "plan", typed, "--bits", "4")
     assert ended.code == 3
     assert "hint: acme/wren, or where there is a network" in ended.err
     assert "hf download acme/wren --local-dir wren" in ended.err
@@ -80,7 +80,7 @@ def test_a_release_has_a_place_of_its_own(tmp_path: Path, capsys) -> None:
         "release",
         "demo-release",
     ]
-    assert command(capsys, "release", tmp_path / "no.toml").code == 3
+    assert run_command(capsys, "release", tmp_path / "no.toml").code == 3
 
 
 def test_a_file_that_an_engine_reads_a_name_from_is_said_to_lie_there() -> None:
@@ -114,13 +114,13 @@ def test_what_is_typed_wrongly_is_refused_before_anything_is_imported(
 ) -> None:
     for name in ("verify", "difference"):
         monkeypatch.setitem(sys.modules, f"quantforge.verification.{name}", None)
-    ended = command(capsys, *(model if word == "MODEL" else word for word in words))
+    ended = run_command(capsys, *(model if word == "MODEL" else word for word in words))
     assert ended.code == code
     assert said in ended.err
 
 
 def test_a_directory_that_is_no_model_is_named_once(tmp_path: Path, capsys) -> None:
-    ended = command(capsys, "verify", tmp_path)
+    ended = run_command(capsys, "verify", tmp_path)
     assert ended.code == 5
     assert "error: config.json: no config.json\n" in ended.out
 
@@ -129,15 +129,15 @@ def test_what_is_no_model_or_no_release_file_is_answered_with_what_to_type(
     model, tmp_path: Path, capsys
 ) -> None:
     (tmp_path / "test.txt").write_text("some words")
-    ended = command(capsys, "eval", tmp_path / "test.txt", model)
+    ended = run_command(capsys, "eval", tmp_path / "test.txt", model)
     assert (ended.code, "--text FILE" in ended.err) == (3, True)
-    ended = command(capsys, "release", model)
+    ended = run_command(capsys, "release", model)
     assert (ended.code, "sets = [" in ended.err) == (3, True)
     (tmp_path / "broken.toml").write_text("a = [")
-    ended = command(capsys, "release", tmp_path / "broken.toml")
+    ended = run_command(capsys, "release", tmp_path / "broken.toml")
     assert (ended.code, "sets = [" in ended.err) == (3, True)
     assert "recipes" not in ended.err
-    assert "recipes" in command(capsys, "plan", model, "--recipe", tmp_path / "broken.toml").err
+    assert "recipes" in run_command(capsys, "plan", model, "--recipe", tmp_path / "broken.toml").err
 
 
 def test_the_plan_of_a_conversion_forecasts_no_memory_of_nothing(
@@ -145,16 +145,16 @@ def test_the_plan_of_a_conversion_forecasts_no_memory_of_nothing(
 ) -> None:
     out = tmp_path / "q"
     quick = ("--method", "rtn", "--scales", "absmax", "--bits", 4)
-    assert command(capsys, "quantize", model, *quick, "-o", out).code == 0
-    said = command(capsys, "export", out, "--format", "gptq", "--dry-run").out
+    assert run_command(capsys, "quantize", model, *quick, "-o", out).code == 0
+    said = run_command(capsys, "export", out, "--format", "gptq", "--dry-run").out
     assert "above the imports" not in said
-    assert "above the imports" in command(capsys, "plan", model, "--bits", 4).out
+    assert "above the imports" in run_command(capsys, "plan", model, "--bits", 4).out
     assert display_path(Path("../x")) == "../x"
     assert display_path(Path("x")) == "./x"
 
 
 def test_documents_hold_no_marks_of_a_markup(capsys) -> None:
-    assert "`" not in command(capsys, "formats", "--json").out
+    assert "`" not in run_command(capsys, "formats", "--json").out
 
 
 def test_the_end_is_estimated_when_the_work_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,14 +175,18 @@ def test_the_end_is_estimated_when_the_work_is_steady(monkeypatch: pytest.Monkey
 
 
 def test_a_plan_has_one_line_for_a_matrix_of_all_experts(tiny, capsys) -> None:
-    said = command(capsys, "plan", tiny("qwen3-moe"), "--method", "rtn", "--scheme", "int4:g32").out
+    said = run_command(
+        capsys, "plan", tiny("qwen3-moe"), "--method", "rtn", "--scheme", "int4:g32"
+    ).out
     lines = [line.split()[:2] for line in said.splitlines() if "experts" in line.split("  ")[0]]
     names = ("down_proj", "gate_proj", "up_proj")
     assert lines == [[f"layers.*.mlp.experts.*.{name}", "8"] for name in names]
 
 
 def test_a_plan_joins_the_layers_of_a_tower(tiny, capsys) -> None:
-    said = command(capsys, "plan", tiny("mistral3"), "--method", "rtn", "--scheme", "int4:g32").out
+    said = run_command(
+        capsys, "plan", tiny("mistral3"), "--method", "rtn", "--scheme", "int4:g32"
+    ).out
     tower = [line.split()[0] for line in said.splitlines() if line.startswith("vision_tower.")]
     assert "vision_tower.transformer.layers.*.attention.q_proj" in tower
     assert len(tower) == len(set(tower))

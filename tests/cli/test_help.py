@@ -20,8 +20,8 @@ from quantforge.cli import doctor, plan_summary, usage_errors
 from quantforge.cli.app import VERBS
 from quantforge.cli.result_summary import upload_hint
 from tests.conftest import Tiny
-from tests.runs import command, leftovers
-from tests.thorough import further
+from tests.runs import leftovers, run_command
+from tests.thorough import thorough_case
 
 ROOT = Path(__file__).parents[2]
 HEAVY = (
@@ -68,7 +68,7 @@ def offered(
             for name, value in asking(words, shell).items():
                 patch.setenv(name, value)
             patch.setenv("COLUMNS", "80")  # which answers set for themselves, and leave so
-            ended = command(capsys)
+            ended = run_command(capsys)
         assert ended.code == 0, ended.err
         return words_of(ended.out)
 
@@ -177,13 +177,13 @@ except SystemExit:
 
 
 def test_help_shows_groups_defaults_and_values(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = command(capsys, "help", "quantize").out
-    assert shown == command(capsys, "quantize", "--help").out
+    shown = run_command(capsys, "help", "quantize").out
+    assert shown == run_command(capsys, "quantize", "--help").out
     for text in ("Calibration:", "Which layers:", "How it runs:", "[default: search]", "absmax, search, reference",
                  "compressed-tensors", "IQ4_XS", "tensorrt-llm", "[@revision]"):  # fmt: skip
         assert text in shown
     assert "--bits N              Bits per weight; the other choices follow.  [2 to 8]\n" in shown
-    everything = "".join(command(capsys, "help", verb).out for verb in VERBS)
+    everything = "".join(run_command(capsys, "help", verb).out for verb in VERBS)
     for text in ("<", "TypeAdapter", "x>=", "<=x"):
         assert text not in everything
 
@@ -224,7 +224,7 @@ HINTS = [
 
 def test_a_hint_names_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in HINTS:
-        result = command(capsys, *arguments)
+        result = run_command(capsys, *arguments)
         assert result.code == 2, arguments
         assert said in result.err.partition("hint: ")[2], (arguments, result.err)
 
@@ -242,7 +242,7 @@ def test_a_hint_names_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_word_of_a_library_reaches_a_person(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(capsys, *arguments)
+    result = run_command(capsys, *arguments)
     assert result.code == 2
     assert said in result.err
     assert "Input should" not in result.err
@@ -250,13 +250,13 @@ def test_no_word_of_a_library_reaches_a_person(
 
 
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    everything = "".join(command(capsys, "help", verb).out for verb in VERBS)
+    everything = "".join(run_command(capsys, "help", verb).out for verb in VERBS)
     for options in usage_errors.OPTIONS_OF_OTHER_TOOLS.values():
         assert all(f"{option} " in everything for option in options), options
 
 
 @pytest.mark.parametrize(
-    ("verb", "ending"), [("quantize", ""), ("export", ".gguf"), further("quantize", ".gguf")]
+    ("verb", "ending"), [("quantize", ""), ("export", ".gguf"), thorough_case("quantize", ".gguf")]
 )
 def test_a_dry_run_refuses_the_places_that_the_run_refuses(tiny, tmp_path, capsys, verb, ending):
     words = (
@@ -270,8 +270,8 @@ def test_a_dry_run_refuses_the_places_that_the_run_refuses(tiny, tmp_path, capsy
     before = {*tmp_path.rglob("*")}
     for place in (f"missing/out{ending}", f"foreign{ending}", f"file{ending}"):
         for more in ((), ("--overwrite",)):
-            dry = command(capsys, *words, "-o", tmp_path / place, *more, "--dry-run")
-            run = command(capsys, *words, "-o", tmp_path / place, *more)
+            dry = run_command(capsys, *words, "-o", tmp_path / place, *more, "--dry-run")
+            run = run_command(capsys, *words, "-o", tmp_path / place, *more)
             assert dry == run, place
             assert dry.code in {2, 3, 4}, dry.err
             assert {*tmp_path.rglob("*")} == before
@@ -292,8 +292,8 @@ def test_a_dry_run_of_what_is_made_says_so(tiny, tmp_path, capsys):
         "-o",
         tmp_path / "out",
     )
-    assert command(capsys, *words).code == 0
-    again = command(capsys, *words, "--dry-run")
+    assert run_command(capsys, *words).code == 0
+    again = run_command(capsys, *words, "--dry-run")
     assert again.code == 0
     assert "this command has made it" in again.err
     assert "engine" in again.out
@@ -317,17 +317,19 @@ def test_a_dry_run_is_the_plan_and_writes_nothing(
     monkeypatch.setattr(plan_summary, "free_bytes", lambda _: 1 << 40)  # it changes by itself
     model, made, out = tiny("llama-wide"), tmp_path / "made", tmp_path / "out"
     if "MADE" in arguments:
-        assert command(capsys, "quantize", model, "--scales", "absmax", "-o", made, "-q").code == 0
+        assert (
+            run_command(capsys, "quantize", model, "--scales", "absmax", "-o", made, "-q").code == 0
+        )
     words = [{"MODEL": str(model), "MADE": str(made)}.get(word, word) for word in arguments]
-    shown = command(capsys, *words, "--dry-run", "--json", "-o", out)
+    shown = run_command(capsys, *words, "--dry-run", "--json", "-o", out)
     assert shown.code == 0, shown.err
     assert not leftovers(out) - {"made"}
     document = json.loads(shown.out)
     assert document["schema"] == "quantforge.plan/2"
     if arguments[0] == "quantize":
-        assert shown.out == command(capsys, "plan", *words[1:], "--json", "-o", out).out
-    assert "engine" in command(capsys, *words, "--dry-run", "-o", out).out
-    assert command(capsys, *words, "-o", out, "-q", "--scales", "absmax").code == 0
+        assert shown.out == run_command(capsys, "plan", *words[1:], "--json", "-o", out).out
+    assert "engine" in run_command(capsys, *words, "--dry-run", "-o", out).out
+    assert run_command(capsys, *words, "-o", out, "-q", "--scales", "absmax").code == 0
     weights = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert weights == document["output_bytes"]
 
@@ -356,10 +358,10 @@ def test_a_prompt_before_its_model_is_noticed(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     (tmp_path / "wren.gguf").touch()
-    ended = command(capsys, "generate", "Explain json.", model)
+    ended = run_command(capsys, "generate", "Explain json.", model)
     assert ended.code == 2
     assert f"hint: quantforge generate {model} 'Explain json.'" in ended.err
-    told = command(capsys, "generate", "nowhere", "Explain json.")
+    told = run_command(capsys, "generate", "nowhere", "Explain json.")
     assert "comes first" not in told.err
 
 
@@ -369,7 +371,7 @@ def test_a_misspelt_model_is_answered_with_its_neighbour_and_not_said_to_load(
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
     for words in (["deom", "hi"], ["./deom", "hi"]):
-        ended = command(capsys, "generate", *words)
+        ended = run_command(capsys, "generate", *words)
         assert "hint: did you mean 'demo'?" in ended.err
         assert "loading" not in ended.err
 

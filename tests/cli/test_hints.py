@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.runs import ROWS, command
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -35,7 +35,7 @@ def odd(tmp_path_factory) -> Path:
 
 
 def test_a_format_that_holds_no_matrix_says_so_and_names_one_that_does(odd, tmp_path, capsys):
-    refused = command(capsys, "plan", odd, "--format", "fp8", "--bits", "8")
+    refused = run_command(capsys, "plan", odd, "--format", "fp8", "--bits", "8")
     assert refused.code == 3
     assert "fp8 cannot hold the shape of any matrix" in refused.err
     assert "200 input columns are no multiple of 128" in refused.err
@@ -45,16 +45,16 @@ def test_a_format_that_holds_no_matrix_says_so_and_names_one_that_does(odd, tmp_
         out = tmp_path / str(number)
         typed = ("--format", "compressed-tensors", "--scheme", scheme)
         assert (
-            command(
+            run_command(
                 capsys, "quantize", odd, "--method", "rtn", "--scales", "absmax", *typed, "-o", out
             ).code
             == 0
         )
-        assert command(capsys, "verify", out, "--source", odd).code == 0
+        assert run_command(capsys, "verify", out, "--source", odd).code == 0
 
 
 def test_rules_that_keep_everything_are_named_as_the_cause(capsys):
-    refused = command(capsys, "plan", DEMO, "--bits", "4", "--ignore", "*")
+    refused = run_command(capsys, "plan", DEMO, "--bits", "4", "--ignore", "*")
     assert "--ignore, a rule or the recipe keeps every layer" in refused.err
 
 
@@ -64,12 +64,12 @@ def test_a_scale_beyond_float16_is_held_by_what_the_hint_names(tmp_path, capsys)
     tensors["model.layers.1.mlp.up_proj.weight"][5] *= 2.0**21
     save_file(tensors, big / "model.safetensors", {"format": "pt"})
     how = ("quantize", big, "--method", "rtn", "--scales", "absmax")
-    refused = command(capsys, *how, "--bits", "4", "--format", "gptq", "-o", tmp_path / "out")
+    refused = run_command(capsys, *how, "--bits", "4", "--format", "gptq", "-o", tmp_path / "out")
     assert refused.code == 3
     assert "beyond the range of torch.float16" in refused.err
     hint = "--format compressed-tensors --scheme int4:g128:sym:f32"
     assert hint in " ".join(refused.err.split())
-    assert command(capsys, *how, *hint.split(), "-o", tmp_path / "out").code == 0
+    assert run_command(capsys, *how, *hint.split(), "-o", tmp_path / "out").code == 0
     events = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())["events"]
     assert events == []
 
@@ -85,11 +85,11 @@ def test_messages_under_another_name_are_read_when_renamed_as_the_hint_says(tmp_
         "gptq",
         "--bits",
         "4",
-        *ROWS,
+        *CALIBRATION_ARGUMENTS,
         "--chat-template",
         "--calibration",
     )
-    refused = command(capsys, *how, f"{file}:conversations")
+    refused = run_command(capsys, *how, f"{file}:conversations")
     assert refused.code == 3
     said = " ".join(refused.err.split())
     assert (
@@ -105,4 +105,4 @@ def test_messages_under_another_name_are_read_when_renamed_as_the_hint_says(tmp_
         for row in rows
     ]
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in renamed))
-    assert command(capsys, *how, file).code == 0
+    assert run_command(capsys, *how, file).code == 0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quantforge.cli.app import RESUMABLE_VERBS, Stopped
-from tests.runs import command
-from tests.thorough import each_value
+from tests.runs import run_command
+from tests.thorough import parametrize_each_value
 
 
 def test_the_page_names_the_verbs_that_an_interruption_does_not_cost():
@@ -39,7 +39,7 @@ runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
 """
 
 
-@each_value(
+@parametrize_each_value(
     ("module", ["quantforge.cli", "typer", "quantforge.api.sweep"]),
     ("more, said", [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]),
 )
@@ -57,7 +57,7 @@ def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeyp
         raise Stopped(signal.SIGINT)
 
     monkeypatch.setattr(f"quantforge.api.{verb}", stop)
-    told = command(capsys, verb, model, "--bits", "4")
+    told = run_command(capsys, verb, model, "--bits", "4")
     assert told.code == 130
     assert told.err.endswith(f"stopped; the same command again {said}\n")
 
@@ -69,7 +69,7 @@ def test_a_signal_that_compiled_code_has_made_an_error_of_its_own_is_a_signal(
         raise SystemError("returned a result with an exception set") from Stopped(signal.SIGINT)
 
     monkeypatch.setattr("quantforge.api.quantize", stop)
-    told = command(capsys, "quantize", model, "--bits", "4")
+    told = run_command(capsys, "quantize", model, "--bits", "4")
     assert (told.code, told.err) == (
         130,
         "stopped; the same command again goes on behind what it had finished\n",
@@ -89,10 +89,10 @@ def test_an_interrupted_export_goes_on_where_it_rounds(
     place = tmp_path / "made"
     if quantized:
         rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
-        assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
+        assert run_command(capsys, "quantize", model, *rounded, "-o", place).code == 0
     monkeypatch.setattr(module, "quantize_opened", stop)
     monkeypatch.setattr(module, "check_values", stop)
-    told = command(
+    told = run_command(
         capsys, "export", place if quantized else model, "--format", "gptq", "-o", tmp_path / "x"
     )
     assert told.code == 130

@@ -11,7 +11,7 @@ import typer
 
 from quantforge.api import demo
 from quantforge.cli.app import app
-from tests.runs import command
+from tests.runs import run_command
 
 PAGE = Path(__file__).parents[2] / "docs/other-tools.md"
 COMMANDS = sorted(set(re.findall(r"`quantforge ([^`]*)`", PAGE.read_text())))
@@ -42,7 +42,7 @@ def test_every_command_of_the_page_is_planned_or_parsed(
         if not words:
             continue
         if not missing and (verb in PLANNED or (words[0] == "demo" and verb == "export")):
-            ended = command(capsys, verb, *words, *(["--dry-run"] if verb != "plan" else []))
+            ended = run_command(capsys, verb, *words, *(["--dry-run"] if verb != "plan" else []))
             assert ended.code == 0, (line, ended.err)
             continue
         group = typer.main.get_command(app)

@@ -11,7 +11,7 @@ import pytest
 from quantforge.errors import UsageError
 from quantforge.planning import typed_quantities
 from tests import headers
-from tests.runs import command, quantize, recipe
+from tests.runs import quantize, recipe, run_command
 from tests.unit.planning.test_capacity import LLAMA_3_8B
 
 
@@ -61,7 +61,7 @@ def test_other_texts_are_refused_with_an_example():
 
 
 def test_the_table_says_what_fits_where_within_80_columns(llama, capsys):
-    told = command(
+    told = run_command(
         capsys, "plan", llama, "--method", "rtn", "--bits", "4", "--context", "8k", "--batch", "16"
     )
     assert told.code == 0, told.err
@@ -76,11 +76,11 @@ def test_the_table_says_what_fits_where_within_80_columns(llama, capsys):
 
 def test_a_price_is_of_a_device(llama, capsys):
     plan = ("plan", llama, "--method", "rtn", "--bits", "4", "--price", "2/h")
-    refused = command(capsys, *plan)
+    refused = run_command(capsys, *plan)
     assert refused.code == 2
     assert "of which device" in refused.err
-    assert command(capsys, *plan, "--memory", "24GB").code == 2
-    told = command(capsys, *plan, "--device-name", "h100-sxm", "--batch", "128")
+    assert run_command(capsys, *plan, "--memory", "24GB").code == 2
+    told = run_command(capsys, *plan, "--device-name", "h100-sxm", "--batch", "128")
     assert max(map(len, lines(told.out))) <= 80
 
 
@@ -93,7 +93,7 @@ def test_a_price_is_of_a_device(llama, capsys):
     ],
 )  # fmt: skip
 def test_refusals_say_what_to_type(llama, capsys, options, message):
-    refused = command(capsys, "plan", llama, "--format", "plain", *options)
+    refused = run_command(capsys, "plan", llama, "--format", "plain", *options)
     assert refused.code == 2
     assert message in refused.err
 
@@ -101,7 +101,7 @@ def test_refusals_say_what_to_type(llama, capsys, options, message):
 def test_the_document_has_the_figures_of_the_table(llama, capsys):
     asked = ("--format", "plain", "--context", "8k", "--batch", "4", "--cache", "int8")
     given = ("--memory", "24GiB", "--bandwidth", "1TB/s", "--price", "1/h")
-    found = json.loads(command(capsys, "plan", llama, *asked, *given, "--json").out)["capacity"]
+    found = json.loads(run_command(capsys, "plan", llama, *asked, *given, "--json").out)["capacity"]
     assert found["cache_token_bytes"] == 2 * 32 * 8 * (128 + 4)
     assert (
         found["cache_bytes"]
@@ -117,19 +117,19 @@ def test_the_document_has_the_figures_of_the_table(llama, capsys):
     assert rate == pytest.approx(4 / card["seconds_per_token"])
     assert card["cost_per_million"] == pytest.approx(1e6 / 3600 / rate)
     assert "capacity" not in json.loads(
-        command(capsys, "plan", llama, "--format", "plain", "--json").out
+        run_command(capsys, "plan", llama, "--format", "plain", "--json").out
     )
 
 
 def test_an_artifact_is_looked_at_as_it_is(tiny, tmp_path, capsys):
     out = quantize(tiny("llama-wide"), tmp_path / "a", recipe(bits=4)).out
-    told = command(capsys, "plan", out, "--context", "64", "--json")
+    told = run_command(capsys, "plan", out, "--context", "64", "--json")
     assert told.code == 0, told.err
     document = json.loads(told.out)
     stored = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert document["method"] == "export from compressed-tensors"
     assert 0.8 < document["capacity"]["weights_bytes"] / stored <= 1
-    refused = command(capsys, "plan", out)
+    refused = run_command(capsys, "plan", out)
     assert refused.code == 3
     assert "--context N looks at it as it is" in " ".join(refused.err.split())
     assert "already quantized" in refused.err

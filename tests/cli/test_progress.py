@@ -16,7 +16,7 @@ import quantforge
 from quantforge.cli.progress_bar import JsonLineMeter, LineMeter, duration
 from quantforge.progress import Progress, phase, report_step, report_to
 from tests.conftest import Tiny
-from tests.runs import ROWS, command
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
 
 FIELDS = {
     "progress",
@@ -132,8 +132,17 @@ def test_every_verb_that_works_tells_where_it_is(model, made, tmp_path):
 
 def test_a_log_gets_a_line_for_each_phase_and_each_tenth(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(LineMeter, "initial_delay", 0.0)
-    told = command(
-        capsys, "quantize", model, "--method", "gptq", "--bits", "4", *ROWS, "-o", tmp_path / "o"
+    told = run_command(
+        capsys,
+        "quantize",
+        model,
+        "--method",
+        "gptq",
+        "--bits",
+        "4",
+        *CALIBRATION_ARGUMENTS,
+        "-o",
+        tmp_path / "o",
     ).err
     lines = [re.fullmatch(r"\[(.*?)\] +(\d+)% (\w+).*", line) for line in told.splitlines()]
     found = [(int(match[2]), match[3]) for match in lines if match]
@@ -178,7 +187,7 @@ def test_a_part_of_a_run_is_named_for_people_in_words(capsys, monkeypatch):
 def test_machines_get_json_alone(model, made, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    told = command(
+    told = run_command(
         capsys, "eval", model, made, *EVAL, "--windows", "5000", "--text", text, "--json", "--json-progress"
     )  # fmt: skip
     lines = [json.loads(line) for line in told.err.splitlines()]
@@ -188,24 +197,24 @@ def test_machines_get_json_alone(model, made, tmp_path, capsys):
     (note,) = [line["note"] for line in lines if "note" in line]
     assert re.match(r"the text gives \d+ windows of 32 tokens \(at most 5000", note)
     assert json.loads(told.out)["protocol"]["windows_requested"] == 5000
-    failed = command(capsys, "eval", model, "./absent", "--json-progress")
+    failed = run_command(capsys, "eval", model, "./absent", "--json-progress")
     assert "absent" in json.loads(failed.err.splitlines()[-1])["error"]["message"]
 
 
 def test_quiet_is_silent_and_verbose_tells_of_every_part(model, tmp_path, capsys):
     quantize = ("quantize", model, "--method", "rtn", "--calibration", "none", "--bits", "4", "-o")
-    assert command(capsys, *quantize, tmp_path / "quiet", "-q").err == ""
-    told = command(capsys, *quantize, tmp_path / "verbose", "-v").err
+    assert run_command(capsys, *quantize, tmp_path / "quiet", "-q").err == ""
+    told = run_command(capsys, *quantize, tmp_path / "verbose", "-v").err
     assert re.search(r"^outside of the blocks  [\d.]+ s", told, re.MULTILINE)
     assert "outer" not in told
     assert re.search(r"^block 1  err 0\.\d+  [\d.]+ s  peak .* [MG]B$", told, re.MULTILINE)
-    assert "peak" not in command(capsys, *quantize, tmp_path / "plain").err
+    assert "peak" not in run_command(capsys, *quantize, tmp_path / "plain").err
 
 
 def test_swapped_arguments_are_noticed(model, made, capsys):
-    told = command(capsys, "eval", made, model, *EVAL)
+    told = run_command(capsys, "eval", made, model, *EVAL)
     assert f"quantforge eval {model} {made}" in told.err
-    assert "other way" not in command(capsys, "eval", model, made, *EVAL).err
+    assert "other way" not in run_command(capsys, "eval", model, made, *EVAL).err
 
 
 # ---- a terminal

@@ -20,14 +20,14 @@ from quantforge.planning.recipe_options import build_recipe
 from quantforge.recipe import AdapterOptions
 from quantforge.serving.serve_options import ServeOptions
 from tests.conftest import Tiny
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 
 @pytest.mark.parametrize(
     ("scheme", "kind"),
     [
         ("nvfp4", torch.bfloat16), ("nf4", torch.float64),
-        further("mxfp4", torch.bfloat16), further("int4:g32", torch.float64),
+        thorough_case("mxfp4", torch.bfloat16), thorough_case("int4:g32", torch.float64),
     ],
 )  # fmt: skip
 def test_bytes_do_not_follow_the_callers_defaults(

@@ -14,8 +14,8 @@ from quantforge.formats import load_format
 from quantforge.planning.recipe_options import builtin_recipes, described_recipes, load_recipe
 from quantforge.settings import Policy, Settings
 from tests.conftest import make_tiny
-from tests.runs import command
-from tests.thorough import usual
+from tests.runs import run_command
+from tests.thorough import mark_others_thorough
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 DATA_FREE = "no data"
@@ -46,7 +46,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama-wide", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("name", usual(NAMES, *QUICK))
+@pytest.mark.parametrize("name", mark_others_thorough(NAMES, *QUICK))
 def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None:
     plan, told = api.plan(DEMO, name), described_recipes()[name]
     assert plan.substitutions == ()
@@ -63,10 +63,10 @@ def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = command(capsys, "recipes")
+    ended = run_command(capsys, "recipes")
     lines = ended.out.splitlines()
     assert lines[0].split() == ["recipe", "engine", "bits", "quality", "needs"]
     assert len(lines) == 1 + len(builtin_recipes()) >= 15
     assert max(map(len, lines)) <= 80
-    document = json.loads(command(capsys, "recipes", "--json").out)
+    document = json.loads(run_command(capsys, "recipes", "--json").out)
     assert document["recipes"]["vllm-4bit"]["engine"] == "vllm"

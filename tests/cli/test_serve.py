@@ -18,7 +18,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.serving import serve_options
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import command
+from tests.runs import run_command
 
 pytest.importorskip("uvicorn")
 DEMO = Path(__file__).parents[2] / "models/demo"
@@ -60,7 +60,7 @@ def test_an_answer_with_drafts_is_that_of_the_plain_loop() -> None:
 
 
 def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
-    found = command(capsys, "serve", tiny("gpt2"), "--port", "0")
+    found = run_command(capsys, "serve", tiny("gpt2"), "--port", "0")
     assert found.code == RefusedError.exit_code
     assert "'gpt2' is not computed by the own decoder" in found.err
     assert "quantforge generate" in found.err
@@ -76,7 +76,7 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
         (["--context", "5000"], InputError.exit_code, "1024 positions"),
         (["--host", "203.0.113.1"], InputError.exit_code, "cannot listen on 203.0.113.1"),
     ):
-        found = command(capsys, "serve", DEMO, "--port", "0", *arguments)
+        found = run_command(capsys, "serve", DEMO, "--port", "0", *arguments)
         assert (found.code, found.out) == (code, ""), found.err
         assert said in found.err
 

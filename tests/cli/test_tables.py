@@ -29,7 +29,7 @@ from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes
 from quantforge.evaluation.text_windows import EvaluationProtocol
 from tests.evaluations import TRIAL, cache_rows
-from tests.runs import command
+from tests.runs import run_command
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 WIDTHS = (80, 120, 160)
@@ -133,7 +133,7 @@ def test_all_columns_are_there_when_asked_for(found, monkeypatch, capsys):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_formats_fit(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    drawn = command(capsys, "formats").out
+    drawn = run_command(capsys, "formats").out
     assert max(map(len, drawn.splitlines())) <= width
     check(f"formats-{width}", drawn)
 
@@ -185,9 +185,9 @@ def test_no_word_of_a_plan_is_broken(width, tiny, monkeypatch, capsys):
     """On a terminal, whose right edge would otherwise cut words."""
     monkeypatch.setenv("COLUMNS", str(width))
     asked = ["plan", tiny("llama-wide"), "--bits", "4"]
-    piped = command(capsys, *asked).out
+    piped = run_command(capsys, *asked).out
     monkeypatch.setattr("quantforge.cli.console.Console.is_terminal", property(lambda _: True))
-    drawn = command(capsys, *asked).out
+    drawn = run_command(capsys, *asked).out
     lines = re.sub(r"\x1b\[[0-9;]*m", "", drawn).splitlines()
     assert max(map(len, lines)) <= width
     words = {part for word in piped.split() for part in re.findall(r"[^.:/,]+", word)}

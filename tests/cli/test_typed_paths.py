@@ -14,7 +14,7 @@ from quantforge.cli import allocate
 from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import restore_typed_paths
 from tests.conftest import Tiny
-from tests.runs import command
+from tests.runs import run_command
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ REFUSED = [
 
 def test_a_refusal_names_paths_as_they_were_typed(place, capsys):
     for arguments, said in REFUSED:
-        ended = command(capsys, *arguments.split())
+        ended = run_command(capsys, *arguments.split())
         assert ended.code, arguments
         assert said in ended.err, arguments
         assert str(place.parent) not in ended.out + ended.err, arguments
@@ -65,13 +65,13 @@ def test_a_refusal_names_paths_as_they_were_typed(place, capsys):
 
 
 def test_what_is_made_is_named_as_it_was_typed(place, capsys):
-    made = command(
+    made = run_command(
         capsys,
         *["quantize", "../wren", "--method", "rtn", "--scales", "absmax", "-o", "../out", "--json"],
     )
     assert json.loads(made.out)["path"] == "../out"
     name = (place / "wren").resolve().name
-    told = command(capsys, *["export", "../out", "--format", "gptq"])
+    told = run_command(capsys, *["export", "../out", "--format", "gptq"])
     assert told.out == f"{name}-rtn-int4-gptq\n"
     assert f"output: ./{name}-rtn-int4-gptq\n" in told.err
     assert str(place.parent) not in told.err + made.err
@@ -104,11 +104,11 @@ def test_a_line_break_in_a_name_ends_no_line(
     place: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "two\nlines").symlink_to(tiny("llama-wide"), target_is_directory=True)
-    shown = command(capsys, "inspect", "two\nlines")
+    shown = run_command(capsys, "inspect", "two\nlines")
     assert shown.out.startswith("two\\nlines  llama  plain\n")
-    missing = command(capsys, "inspect", "two\nlines/absent")
+    missing = run_command(capsys, "inspect", "two\nlines/absent")
     assert missing.code == 3
-    planned = command(capsys, "plan", "two\nlines", "--scheme", "int4:g0")
+    planned = run_command(capsys, "plan", "two\nlines", "--scheme", "int4:g0")
     assert planned.code == 2
 
 
@@ -126,7 +126,7 @@ def test_a_name_with_a_control_character_is_not_made(
     place: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {*place.iterdir()}
-    ended = command(capsys, *arguments)
+    ended = run_command(capsys, *arguments)
     assert ended.code == 2, ended.err
     assert "a control character in a name" in ended.err
     assert "\n" not in ended.err.partition("\nhint: ")[0]

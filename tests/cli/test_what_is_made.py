@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from quantforge.execution.journal import count_scaled_activations
-from tests.runs import ROWS, command
-from tests.thorough import further
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
+from tests.thorough import thorough_case
 
 
 def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tmp_path, capsys):
-    asked = ("quantize", model, "--bits", "4", *ROWS)
-    said = command(capsys, *asked, "--method", "awq", "-o", tmp_path / "a").err
+    asked = ("quantize", model, "--bits", "4", *CALIBRATION_ARGUMENTS)
+    said = run_command(capsys, *asked, "--method", "awq", "-o", tmp_path / "a").err
     (told,) = re.findall(r"^columns scaled for (\d+) of (\d+) activations; ", said, re.M)
     assert 0 <= int(told[0]) <= int(told[1]) > 0
-    assert "scaled" not in command(capsys, *asked, "--method", "rtn", "-o", tmp_path / "r").err
+    assert "scaled" not in run_command(capsys, *asked, "--method", "rtn", "-o", tmp_path / "r").err
     records = [{"transform": {"a": {"family": "none"}, "b": {"family": "duo"}}}, {"events": []}]
     assert count_scaled_activations(records) == (1, 2)
     assert count_scaled_activations([{"transform": {"a": {"error": 0.5}}}]) is None
@@ -34,7 +34,7 @@ QUICK = ["--method", "rtn", "--scales", "absmax"]
         [*QUICK, "--bits", "4", "--format", "gptq"],
         [*QUICK, "--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
         [*QUICK, "--lm-head", "int8", "--embedding", "int8"],
-        *map(further, (
+        *map(thorough_case, (
             ["--bits", "3"], [*QUICK, "--scheme", "int4:g32:asym"], [*QUICK, "--scheme", "int8:row"],
             [*QUICK, "--scheme", "int4:tensor"], ["--bits", "4", "--format", "awq"],
             [*QUICK, "--rule", "lm_head=int6"],
@@ -42,9 +42,11 @@ QUICK = ["--method", "rtn", "--scales", "absmax"]
     ],
 )  # fmt: skip
 def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):
-    planned = json.loads(command(capsys, "plan", model, *arguments, "--json").out)
+    planned = json.loads(run_command(capsys, "plan", model, *arguments, "--json").out)
     out = tmp_path / "out"
-    done = command(capsys, "quantize", model, *arguments, *ROWS, "-o", out, "--json")
+    done = run_command(
+        capsys, "quantize", model, *arguments, *CALIBRATION_ARGUMENTS, "-o", out, "--json"
+    )
     result = json.loads(done.out)
     weights = list(out.glob("*.safetensors"))
     assert sum(path.stat().st_size for path in weights) == planned["output_bytes"]
@@ -58,7 +60,7 @@ def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):
     assert planned["substitutions"] == [
         e for e in manifest["events"] if e["kind"] == "substitution"
     ]
-    found = json.loads(command(capsys, "inspect", out, "--json").out)
+    found = json.loads(run_command(capsys, "inspect", out, "--json").out)
     assert found["tensor_bytes"] == sum(tensor["bytes"] for tensor in planned["tensors"])
     assert found["file_bytes"] == planned["output_bytes"]
     assert found["bits_per_weight"] == pytest.approx(planned["bits_per_weight_total"])
@@ -66,7 +68,7 @@ def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):
 
 
 def test_options_override_the_recipe(model, capsys):
-    result = command(
+    result = run_command(
         capsys, "plan", model, "--recipe", "small-3bit", "--bits", "5", "--method", "rtn", "--json"
     )
     planned = json.loads(result.out)
@@ -77,8 +79,8 @@ def test_options_override_the_recipe(model, capsys):
 
 def test_an_event_is_shown_and_counted(tiny, tmp_path, capsys):
     arguments = ("quantize", tiny("llama"), "--scales", "absmax", "-o", tmp_path / "out")
-    assert "event substitution x18" in command(capsys, *arguments).err
-    again = command(capsys, *arguments, "--overwrite", "--strict", "--json")
+    assert "event substitution x18" in run_command(capsys, *arguments).err
+    again = run_command(capsys, *arguments, "--overwrite", "--strict", "--json")
     assert again.code == 4
     assert json.loads(again.err)["error"]["code"] == "refused"
 
@@ -87,16 +89,16 @@ def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
     """Without -o: said before the work, the same in the plan, and what exists is refused."""
     monkeypatch.chdir(tmp_path)
     typed = ["quantize", model, "--scales", "absmax", "--bits", "4"]
-    made = command(capsys, *typed, "-v")
+    made = run_command(capsys, *typed, "-v")
     name = f"{model.name}-rtn-int4"
     assert (made.code, made.out) == (0, f"{name}\n")
     assert made.err.index(f"output: ./{name}") < made.err.index("block 0")
-    planned = command(capsys, "plan", *typed[1:], "--json")
+    planned = run_command(capsys, "plan", *typed[1:], "--json")
     assert json.loads(planned.out)["output"] == name
-    assert f"./{name}\n" in command(capsys, "plan", *typed[1:]).out
-    again = command(capsys, *typed)
+    assert f"./{name}\n" in run_command(capsys, "plan", *typed[1:]).out
+    again = run_command(capsys, *typed)
     assert (again.code, "exists" in again.err) == (4, True)
-    moved = command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
+    moved = run_command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
     assert json.loads(moved.out)["path"] == f"{model.name}-Q4_0.gguf"
     assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
 
@@ -107,15 +109,15 @@ def test_words_are_taken_in_letters_of_either_case_and_recorded_in_small_ones(
     monkeypatch.chdir(tmp_path)
     typed = ["--method", "RTN", "--format", "GPTQ", "--scales", "AbsMax", "--bits", "4"]
     typed += ["--calibration", "none"]
-    made = command(capsys, "quantize", model, *typed)
+    made = run_command(capsys, "quantize", model, *typed)
     assert made.out == f"{model.name}-rtn-int4-gptq\n", made.err
-    small = command(capsys, "quantize", model, *map(str.lower, typed), "-o", "small")
+    small = run_command(capsys, "quantize", model, *map(str.lower, typed), "-o", "small")
     assert small.code == 0, small.err
     manifests = [Path(place, "quantforge.manifest.json") for place in ("small", made.out.strip())]
     recipe, same = (json.loads(path.read_text())["recipe"] for path in manifests)
     assert recipe == same
     assert 'method = "rtn"' in recipe
-    chosen = command(
+    chosen = run_command(
         capsys, "plan", model, "--for", "VLLM", "--device-name", "L4", "--context", "64", "--json"
     )
     assert chosen.code == 0, chosen.err
@@ -130,21 +132,21 @@ def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
     ):
         out = tmp_path / file
         typed = [*words, "--scales", "absmax", "--json", "-o", out]
-        assert json.loads(command(capsys, "plan", model, *typed).out)["format"] == form
-        made = command(capsys, "quantize", model, *typed)
+        assert json.loads(run_command(capsys, "plan", model, *typed).out)["format"] == form
+        made = run_command(capsys, "quantize", model, *typed)
         assert json.loads(made.out)["format"] == form, made.err
         assert out.is_file() is (form == "gguf")
-    typed = ("--scheme", "nf4", *ROWS, "-v", "-o", tmp_path / "e")
-    said = command(capsys, "quantize", model, *typed)
+    typed = ("--scheme", "nf4", *CALIBRATION_ARGUMENTS, "-v", "-o", tmp_path / "e")
+    said = run_command(capsys, "quantize", model, *typed)
     assert said.err.index("chosen: --format bnb") < said.err.index("block 0")
 
 
 def test_an_event_of_a_whole_model_is_not_told_as_one_of_a_tensor(model, tmp_path, capsys):
     place = tmp_path / "made"
     rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int8:row:sym")
-    assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
+    assert run_command(capsys, "quantize", model, *rounded, "-o", place).code == 0
     again = ("--format", "gguf", "--type", "Q8_0", "--requantize", "--dry-run")
-    told = command(capsys, "export", place, *again)
+    told = run_command(capsys, "export", place, *again)
     assert told.code == 0, told.err
     assert "requantized: made: from decoded weights\n" in told.out
     assert "tensors, the first is made" not in told.out
@@ -153,17 +155,20 @@ def test_an_event_of_a_whole_model_is_not_told_as_one_of_a_tensor(model, tmp_pat
 def test_a_job_summary_is_added_to_with_the_verdict_of_the_gates(model, tmp_path, capsys):
     made = tmp_path / "made"
     scheme = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
-    assert command(capsys, "quantize", model, *scheme, "-o", made).code == 0
+    assert run_command(capsys, "quantize", model, *scheme, "-o", made).code == 0
     summary = tmp_path / "summary.md"
     small = ("--windows", 2, "--length", 16, "--no-speed")
-    assert command(capsys, "eval", model, made, *small, "--summary", summary).code == 0
+    assert run_command(capsys, "eval", model, made, *small, "--summary", summary).code == 0
     first = summary.read_text()
     assert first.startswith("## Evaluation\n\n|  | model |")
     assert "Failed" not in first
     assert (
-        command(capsys, "eval", model, made, *small, "--summary", summary, "--max-kl", 0).code == 6
+        run_command(capsys, "eval", model, made, *small, "--summary", summary, "--max-kl", 0).code
+        == 6
     )
     added = summary.read_text().removeprefix(first)
     assert added.startswith("## Evaluation\n\n**Failed:** 1 quality gate(s) failed: ")
-    refused = command(capsys, "eval", model, made, *small, "--summary", tmp_path / "no" / "s.md")
+    refused = run_command(
+        capsys, "eval", model, made, *small, "--summary", tmp_path / "no" / "s.md"
+    )
     assert refused.code == 3

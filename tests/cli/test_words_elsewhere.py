@@ -13,7 +13,7 @@ from quantforge.formats.gguf.mixture import MIXTURES, TYPE_HINTS
 from quantforge.notation import parse_layer
 from quantforge.quantizers import METHOD_ALIASES, METHODS
 from tests.conftest import Tiny
-from tests.runs import command
+from tests.runs import run_command
 
 TYPED = [
     # formats
@@ -91,7 +91,7 @@ def test_words_of_other_tools_are_answered_with_ours(
 ) -> None:
     """One rule for all of them: exit 2, as of any word that an option does not take."""
     for typed, meant in TYPED:
-        ended = command(capsys, "plan", tiny("llama"), *typed.split(" ", 1))
+        ended = run_command(capsys, "plan", tiny("llama"), *typed.split(" ", 1))
         assert ended.code == 2, (typed, ended.err)
         assert meant in ended.err.partition("hint: ")[2], (typed, ended.err)
 
@@ -112,7 +112,7 @@ def test_no_word_of_ours_is_hidden_by_one_of_others(table: dict[str, str]) -> No
 def test_a_scheme_with_two_letters_exchanged(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = command(capsys, "plan", tiny("llama"), "--scheme", "W4A61")
+    ended = run_command(capsys, "plan", tiny("llama"), "--scheme", "W4A61")
     assert (ended.code, "'W4A16'" in ended.err) == (2, True)
 
 
@@ -142,7 +142,7 @@ def test_what_a_program_asks_is_answered_too() -> None:
 def test_a_recipe_that_there_is_not_is_a_word_like_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ended = command(capsys, "recipes", "fast")
+    ended = run_command(capsys, "recipes", "fast")
     assert (ended.code, "'fast-8bit'" in ended.err) == (2, True)
 
 
@@ -156,4 +156,4 @@ def test_options_of_other_tools_are_answered_with_ours(capsys: pytest.CaptureFix
         ("quantize", "--tensor-type", "--rule"),
         ("quantize", "--q-bits", "--bits"),
     ):
-        assert f"here it is {ours}\n" in command(capsys, verb, "demo", typed, "1").err
+        assert f"here it is {ours}\n" in run_command(capsys, verb, "demo", typed, "1").err

@@ -26,9 +26,9 @@ from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from scripts import tiny_families
 from tests.conftest import (
-    BESIDE_TOWERS,
     MIXTURES,
-    MIXTURES_BESIDE_TOWERS,
+    MULTIMODAL_MIXTURES,
+    RENAMED_DECODER_FAMILIES,
     TEXT_FAMILIES,
     Tiny,
     tiny_tokenizer,
@@ -43,7 +43,7 @@ from tests.equivalence.test_stream import (
     whole_model,
 )
 from tests.runs import quantize, recipe
-from tests.thorough import one_of_each, usual
+from tests.thorough import mark_others_thorough, representative_families
 
 # The convolution's b, c and x all absorb a scale of what out_proj reads: which one is declared is a matter of taste.
 ANY_SLICE = {("lfm2", "conv.out_proj")}
@@ -92,8 +92,8 @@ def inner(model_layout: ModelLayout, tensor: MatchedTensor) -> str:
 
 @pytest.mark.parametrize(
     "family",
-    one_of_each(
-        [*TEXT_FAMILIES, *BESIDE_TOWERS, *MIXTURES, *MIXTURES_BESIDE_TOWERS],
+    representative_families(
+        [*TEXT_FAMILIES, *RENAMED_DECODER_FAMILIES, *MIXTURES, *MULTIMODAL_MIXTURES],
         *(
             "openai-gpt",
             "glm4",
@@ -171,7 +171,9 @@ FEW_DENSE = ("bloom", "gpt_bigcode", "minicpm3", "persimmon")
 
 @pytest.mark.parametrize(
     "family",
-    usual(DENSE + OTHERS, *FEW_DENSE, "codegen", "falcon", "jamba", "mamba", "nemotron_h", "rwkv"),
+    mark_others_thorough(
+        DENSE + OTHERS, *FEW_DENSE, "codegen", "falcon", "jamba", "mamba", "nemotron_h", "rwkv"
+    ),
 )
 def test_the_stream_of_a_derived_family_is_the_model(undeclared: Tiny, family: str) -> None:
     path = undeclared(family)
@@ -184,7 +186,7 @@ def test_the_stream_of_a_derived_family_is_the_model(undeclared: Tiny, family: s
     assert (streamed - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", usual(DENSE, *FEW_DENSE))
+@pytest.mark.parametrize("family", mark_others_thorough(DENSE, *FEW_DENSE))
 def test_folding_every_derived_pair_preserves_the_function(undeclared: Tiny, family: str) -> None:
     model_layout = derived(undeclared(family))
     model = whole_model(undeclared(family), torch.float64)

@@ -20,7 +20,7 @@ from quantforge.model.stream import ModelStream
 from quantforge.numerics.threads import reproducible
 from tests.conftest import MIXTURES, Tiny, make_tiny
 from tests.equivalence.test_mixtures import ROWS, opened, whole_model
-from tests.thorough import one_of_each
+from tests.thorough import representative_families
 
 ALL = frozenset({Statistic.HESSIAN, Statistic.SQUARES, Statistic.PEAKS, Statistic.HISTOGRAM})
 HESSIAN = frozenset({Statistic.HESSIAN})
@@ -94,7 +94,7 @@ def mean(x: Tensor, weights: Tensor) -> Tensor:
     return scaled.T @ scaled / weights.square().sum()
 
 
-@pytest.mark.parametrize("family", one_of_each(MIXTURES))
+@pytest.mark.parametrize("family", representative_families(MIXTURES))
 def test_tokens_count_by_the_square_of_their_router_weight(
     tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,8 +22,8 @@ from quantforge.formats import detect_format
 from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import copied, quantize, recipe, tree
-from tests.thorough import each_value, further, usual
+from tests.runs import copy_model, file_digests, quantize, recipe
+from tests.thorough import mark_others_thorough, parametrize_each_value, thorough_case
 
 FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 SCHEMES = ("int4:g128:sym", "int4:g128:asym", "int3:g128:sym", "int8:g128:sym")
@@ -81,7 +81,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "source"), usual(itertools.product(SCHEMES, FORMATS), *PAIRS))
+@pytest.mark.parametrize(
+    ("scheme", "source"), mark_others_thorough(itertools.product(SCHEMES, FORMATS), *PAIRS)
+)
 def test_every_pair_is_exact_or_refused(
     made: Made, tmp_path: Path, scheme: str, source: str
 ) -> None:
@@ -111,7 +113,7 @@ def test_every_pair_is_exact_or_refused(
         assert weights == result.output_bytes
 
 
-@pytest.mark.parametrize("scheme", usual(SCHEMES, *SCHEMES[1:3]))
+@pytest.mark.parametrize("scheme", mark_others_thorough(SCHEMES, *SCHEMES[1:3]))
 def test_decoded_weights_are_exact_or_counted(made, tiny, tmp_path, scheme):
     """A bfloat16 scale times an integer has more digits than bfloat16 holds: float32 takes it, BF16 by a flag."""
     model = made(scheme, "compressed-tensors")
@@ -163,7 +165,7 @@ def test_decoded_weights_in_a_type_that_is_asked_for(made, tmp_path, kind, dtype
 
 
 def test_weights_beyond_a_type_that_is_asked_for_are_refused(tiny, tmp_path):
-    source = copied(tiny("llama-wide"), tmp_path / "large")
+    source = copy_model(tiny("llama-wide"), tmp_path / "large")
     tensors = load_file(source / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e6
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
@@ -179,7 +181,7 @@ def test_weights_beyond_a_type_that_is_asked_for_are_refused(tiny, tmp_path):
     api.export(str(source), None, tmp_path / "out", format="plain", type="BF16")
 
 
-@pytest.mark.parametrize("form", ["gptq", further("gptq_v2"), "awq"])
+@pytest.mark.parametrize("form", ["gptq", thorough_case("gptq_v2"), "awq"])
 def test_groups_are_split_exactly_where_a_format_states_one_size(tiny, tmp_path, form):
     rules = (Rule("down_proj", "int4:g64:asym"), Rule("o_proj", "int4:row:asym"))
     model = tmp_path / "mixed"
@@ -225,7 +227,9 @@ def ordered(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return make
 
 
-@each_value(("form", ["gptq", "gptq_v2", "compressed-tensors"]), ("target", ["gptq", "gptq_v2"]))
+@parametrize_each_value(
+    ("form", ["gptq", "gptq_v2", "compressed-tensors"]), ("target", ["gptq", "gptq_v2"])
+)
 def test_the_order_of_activations_is_kept_between_the_layouts_of_gptq(
     ordered, tmp_path, form, target
 ):
@@ -279,7 +283,7 @@ def test_scales_that_do_not_fit_need_a_flag_and_are_counted(tiny, tmp_path):
 
 def test_a_zero_point_that_the_first_gptq_layout_cannot_spell(tiny, tmp_path):
     """Ours are never 0, even where all weights are positive; a file of another tool may hold one."""
-    source = copied(tiny("llama-wide"), tmp_path / "positive")
+    source = copy_model(tiny("llama-wide"), tmp_path / "positive")
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name] = tensors[name].abs() + 0.01
@@ -300,13 +304,13 @@ def test_a_zero_point_that_the_first_gptq_layout_cannot_spell(tiny, tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("form", usual(FORMATS, FORMATS[0]))
+@pytest.mark.parametrize("form", mark_others_thorough(FORMATS, FORMATS[0]))
 def test_export_of_an_unquantized_model_is_plain_rounding(tiny, tmp_path, form):
     model = str(tiny("llama-wide"))
     wanted = recipe(format=form)
     api.export(model, wanted, tmp_path / "a", Settings())
     quantize(tiny("llama-wide"), tmp_path / "b", wanted)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert file_digests(tmp_path / "a") == file_digests(tmp_path / "b")
 
 
 def test_there_and_back_is_the_same_file(made, tmp_path):
@@ -346,7 +350,7 @@ def test_an_export_of_a_quantized_model_takes_no_new_numbers(made, tmp_path, wan
 
 
 def test_a_damaged_scale_is_found(made, tmp_path):
-    source = copied(made("int4:g128:sym", "compressed-tensors"), tmp_path / "m")
+    source = copy_model(made("int4:g128:sym", "compressed-tensors"), tmp_path / "m")
     tensors = load_file(source / "model.safetensors")
     name = next(name for name in tensors if name.endswith("weight_scale"))
     tensors[name][3, 0] = float("nan")

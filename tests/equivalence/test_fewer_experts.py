@@ -24,8 +24,16 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import VOCABULARY, Tiny
-from tests.runs import CALIBRATION, StopError, command, crash_after, quantize, recipe, tree
-from tests.thorough import usual
+from tests.runs import (
+    CALIBRATION,
+    StopError,
+    crash_after,
+    file_digests,
+    quantize,
+    recipe,
+    run_command,
+)
+from tests.thorough import mark_others_thorough
 
 DEMO = Path(__file__).parents[2] / "models/demo-moe"
 ROWS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))
@@ -39,7 +47,7 @@ def removed(out: Path) -> dict[int, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "family",
-    usual(
+    mark_others_thorough(
         ["qwen2-moe", "olmoe", "deepseek-v2", "ernie4-5-moe", "gpt-oss", "granitemoe", "lfm2-moe"],
         *("ernie4-5-moe", "gpt-oss"),
     ),
@@ -129,9 +137,9 @@ def test_it_is_said_wherever_people_look(
 ) -> None:
     model, out, blocks = tiny("mixtral"), tmp_path / "p", tmp_path / "b.gguf"
     words = ("--prune-experts", "25%", "--samples", 4, "--length", 16)
-    made = command(capsys, "quantize", model, "--format", "plain", *words, "-o", out)
+    made = run_command(capsys, "quantize", model, "--format", "plain", *words, "-o", out)
     assert "source kept experts: 3 of 4 in each layer\n" in made.err
-    assert "kept experts: 3 of 4 in each layer\n" in command(capsys, "inspect", out).out
+    assert "kept experts: 3 of 4 in each layer\n" in run_command(capsys, "inspect", out).out
     _, card = (out / "README.md").read_text().split("\n---\n")
     assert f"# {model.name} with 3 of 4 experts in each layer (plain)\n" in card
     assert f"`{model.name}` with 3 of 4 experts in each layer, stored in the format" in card
@@ -145,7 +153,7 @@ def test_it_is_said_wherever_people_look(
     assert api.plan(str(out), again).name == f"{name}-2of3experts-plain"
     moved = api.export(out, type="Q8_0", out=blocks)
     assert moved.plan.name == f"{name}-Q8_0.gguf"
-    command(capsys, "quantize", model, "--type", "Q8_0", *words, "-o", tmp_path / "own.gguf")
+    run_command(capsys, "quantize", model, "--type", "Q8_0", *words, "-o", tmp_path / "own.gguf")
     assert name.encode() in (tmp_path / "own.gguf").read_bytes()[:4096]
 
 
@@ -157,7 +165,7 @@ def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(StopError):
         quantize(model, tmp_path / "b", wanted, progress=crash_after("block 0 expert 1"))
     quantize(model, tmp_path / "b", wanted, threads=2, activations="disk")
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert file_digests(tmp_path / "a") == file_digests(tmp_path / "b")
     assert json.loads((tmp_path / "a/config.json").read_text())["num_local_experts"] == 2
     assert verify(tmp_path / "a", model).findings == []
     assert reproduce(tmp_path / "a", str(model), Settings()).differing == ()

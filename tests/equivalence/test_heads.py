@@ -25,8 +25,8 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from scripts import tiny_families
 from tests.conftest import VOCABULARY, Tiny, tiny_tokenizer
-from tests.runs import quantize, recipe, swift
-from tests.thorough import usual
+from tests.runs import fast_recipe, quantize, recipe
+from tests.thorough import mark_others_thorough
 
 IDS = torch.randint(0, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(5))
 # How files hold a head: where its layer lies, other tensors of it, the key that counts it.
@@ -101,14 +101,14 @@ def heads_in(path: Path) -> set[str]:
     return {name for name in names if re.match(rf"{behind}|mtp|model\.mtp", name)}
 
 
-@pytest.mark.parametrize(("family", "layout"), usual(CASES, ("qwen3", "mimo")))
+@pytest.mark.parametrize(("family", "layout"), mark_others_thorough(CASES, ("qwen3", "mimo")))
 def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, layout: str) -> None:
     model = with_head(family, layout)
     before = heads_in(model)
     source = load_file(model / "model.safetensors")
     logits = []
     # A head is rounded plainly whatever its layers are: one layout goes with a calibrated run.
-    method = swift("gptq") if layout == "mtp" else recipe("rtn", scales="absmax")
+    method = fast_recipe("gptq") if layout == "mtp" else recipe("rtn", scales="absmax")
     for mtp in ("keep", "quantize", "drop"):
         out = tmp_path / mtp
         wanted = replace(method, scheme="int4:g32:sym", mtp=mtp)

@@ -24,16 +24,33 @@ from quantforge_calibration.image_documents import read_image
 from quantforge_calibration.row_processor import IDS, load_processor
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.equivalence.test_stream import opened, whole_model
-from tests.runs import StopError, command, crash_after, quantize, recipe, swift, tree
-from tests.thorough import usual
-from tests.vision import DEEP, GEMMA, IMAGE, PLACE, QWEN, draw_image, make_vision, write_rows
+from tests.runs import (
+    StopError,
+    crash_after,
+    fast_recipe,
+    file_digests,
+    quantize,
+    recipe,
+    run_command,
+)
+from tests.thorough import mark_others_thorough
+from tests.vision import (
+    GEMMA,
+    IMAGE,
+    IMAGE_MARKERS,
+    QWEN,
+    QWEN3,
+    draw_image,
+    make_vision,
+    write_rows,
+)
 
-FAMILIES = (GEMMA, QWEN, DEEP)
+FAMILIES = (GEMMA, QWEN, QWEN3)
 SCHEME = "int4:g16:sym"
 LENGTH = 64
 
 
-@pytest.fixture(scope="module", params=usual(FAMILIES, GEMMA))
+@pytest.fixture(scope="module", params=mark_others_thorough(FAMILIES, GEMMA))
 def family(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -46,7 +63,7 @@ def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_file(folder: Path, family: str, seed: int = 0) -> Path:
     """Write documents: images in texts, a text alone, an image in messages."""
-    place = PLACE[family]
+    place = IMAGE_MARKERS[family]
     for number in range(4):
         draw_image(folder / "images" / f"{number}.png", seed + number)
     rows: list[dict[str, Any]] = [
@@ -110,7 +127,7 @@ def test_gptq_rounds_by_what_the_images_show(family: str, model: Path, tmp_path:
     found = {}
     for name, seed in (("one", 0), ("two", 100), ("again", 0)):
         file = rows_file(tmp_path / name, family, seed)
-        wanted = swift("gptq", calibration=options(file), scheme=SCHEME)
+        wanted = fast_recipe("gptq", calibration=options(file), scheme=SCHEME)
         quantize(model, tmp_path / name / "q", wanted)
         found[name] = load_file(tmp_path / name / "q" / "model.safetensors")
     assert all(torch.equal(found["one"][key], value) for key, value in found["again"].items())
@@ -134,11 +151,11 @@ def test_gradients_go_back_through_rows_with_images(
     choices = {
         GEMMA: {"tune": 1},
         QWEN: {"guided_hessians": 1},
-        DEEP: {"guided_hessians": 1, "tune": 1},
+        QWEN3: {"guided_hessians": 1, "tune": 1},
     }[family]
     for name, seed in (("one", 0), ("two", 100)):
         file = rows_file(tmp_path / name, family, seed)
-        wanted = swift("gptq", calibration=options(file), scheme=SCHEME, **choices)
+        wanted = fast_recipe("gptq", calibration=options(file), scheme=SCHEME, **choices)
         quantize(model, tmp_path / name / "q", wanted)
         found[name] = load_file(tmp_path / name / "q" / "model.safetensors")
     differ = {key for key, one in found["one"].items() if not torch.equal(one, found["two"][key])}
@@ -147,7 +164,7 @@ def test_gradients_go_back_through_rows_with_images(
 
 def test_bits_are_allocated_by_rows_with_images(family: str, model: Path, tmp_path: Path) -> None:
     file = rows_file(tmp_path, family)
-    wanted = swift("gptq", calibration=options(file), scheme=None)
+    wanted = fast_recipe("gptq", calibration=options(file), scheme=None)
     schemes = (SCHEME, "int8:g16:sym")
     made = allocate(model, "6bpw", tmp_path / "r.toml", wanted, candidates=schemes)
     quantize(model, tmp_path / "q", made.recipe)
@@ -158,7 +175,7 @@ def test_a_run_with_images_goes_on_and_refuses_images_that_changed(
 ) -> None:
     file = rows_file(tmp_path, family)
     method = "awq+gptq" if family == QWEN else "gptq"
-    wanted = swift(method, calibration=options(file), scheme=SCHEME)
+    wanted = fast_recipe(method, calibration=options(file), scheme=SCHEME)
     quantize(model, tmp_path / "whole", wanted, activations="disk")
     with pytest.raises(StopError):
         quantize(model, tmp_path / "again", wanted, progress=crash_after("block 0"))
@@ -167,7 +184,7 @@ def test_a_run_with_images_goes_on_and_refuses_images_that_changed(
         quantize(model, tmp_path / "again", wanted)
     draw_image(tmp_path / "images" / "0.png", 0)
     quantize(model, tmp_path / "again", wanted)
-    assert tree(tmp_path / "again") == tree(tmp_path / "whole")
+    assert file_digests(tmp_path / "again") == file_digests(tmp_path / "whole")
 
 
 def changed(model: Path, folder: Path, family: str) -> tuple[Path, Path]:
@@ -189,7 +206,7 @@ def refusal(model: Path, file: Path, **values: Any) -> str:
 
 def test_what_lacks_is_named_with_its_row(family: str, model: Path, tmp_path: Path) -> None:
     copy, file = changed(model, tmp_path, family)
-    place = PLACE[family]
+    place = IMAGE_MARKERS[family]
     write_rows(file, {"text": f"a {place}", "image": "images/9.png"})
     assert "rows.jsonl, line 1: image" in (said := refusal(copy, file, samples=1))
     assert "No such file" in said
@@ -221,7 +238,7 @@ def test_a_model_without_a_tower_is_given_no_images(
     file = rows_file(tmp_path, QWEN)
     said = refusal(tiny("llama"), file)
     assert f"{file}, line 1 names an image, and llama has no tower that reads any" in said
-    ended = command(capsys, "plan", tiny("llama"), "--method", "gptq", "--calibration", file)
+    ended = run_command(capsys, "plan", tiny("llama"), "--method", "gptq", "--calibration", file)
     assert ended.code == 3
     assert "has no tower that reads any" in ended.err
 
@@ -231,7 +248,7 @@ def test_a_plan_counts_the_towers(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = write_rows(tmp_path / "text.jsonl", {"text": "the weights of the model " * 60})
     peaks = {}
     for source in (text, file):
-        ended = command(
+        ended = run_command(
             capsys, "plan", model, "--method", "gptq", "--scheme", SCHEME, "--calibration", source,
             "--samples", 2, "--length", LENGTH, "--chat-template", "--json",
         )  # fmt: skip

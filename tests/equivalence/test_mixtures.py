@@ -19,7 +19,7 @@ from quantforge.model.stream import ModelStream
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.equivalence.test_stream import NO_ROWS, InFloat64, random_scale
-from tests.thorough import one_of_each
+from tests.thorough import representative_families
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 MOST = 1e-5  # logits are about 2, and float32 sums may be made in another order
@@ -69,7 +69,7 @@ def whole_logits(model: Any, micro_batch: int = 1) -> Tensor:
     return torch.cat([model(rows).logits for rows in ROWS.split(micro_batch)])
 
 
-@pytest.mark.parametrize("family", one_of_each(MIXTURES))
+@pytest.mark.parametrize("family", representative_families(MIXTURES))
 def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
     checkpoint, model_layout = opened(tiny(family))
     assert {tensor.header.name for tensor in model_layout.tensors} == set(checkpoint.entries)
@@ -102,7 +102,7 @@ def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     assert (streamed - expected).abs().max() <= MOST
 
 
-@pytest.mark.parametrize("family", one_of_each(MIXTURES))
+@pytest.mark.parametrize("family", representative_families(MIXTURES))
 def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
     """Every expert is read and set by its declared name, in one orientation, wherever the module holds it."""
     checkpoint, model_layout = opened(tiny(family))
@@ -138,7 +138,7 @@ def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
     assert (streamed - whole_logits(model)).abs().max() <= MOST
 
 
-@pytest.mark.parametrize("family", one_of_each(MIXTURES))
+@pytest.mark.parametrize("family", representative_families(MIXTURES))
 def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
     """Routers, inner norms of latent attention, the values of every head, what else reads a norm."""
     _, model_layout = opened(tiny(family))

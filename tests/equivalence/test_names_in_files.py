@@ -16,7 +16,7 @@ from quantforge.model.skeleton import build_skeleton
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.plans import StoredTensor
 from quantforge.runtime.load import load
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import tiny_families
@@ -47,7 +47,7 @@ def stored(path: Path) -> list[StoredTensor]:
 
 @pytest.mark.parametrize(
     "name",
-    usual(
+    mark_others_thorough(
         FAMILIES,
         *(
             "phimoe",

@@ -38,8 +38,8 @@ from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
-from tests.runs import command, quantize, recipe, swift
-from tests.thorough import further, one_of_each, usual
+from tests.runs import fast_recipe, quantize, recipe, run_command
+from tests.thorough import mark_others_thorough, representative_families, thorough_case
 
 ROWS = torch.randint(0, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
 ROTATED = (
@@ -72,7 +72,7 @@ def logits(checkpoint: Checkpoint) -> Tensor:
         return torch.cat(list(stream.logits()))
 
 
-@pytest.mark.parametrize("family", one_of_each(ROTATED, "granite", "gemma", "mixtral"))
+@pytest.mark.parametrize("family", representative_families(ROTATED, "granite", "gemma", "mixtral"))
 def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
     rotated = apply_source_transforms(source, ["rotate"])
@@ -91,7 +91,10 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", usual(REFUSED, *("gemma2", "gemma3-multimodal", "cohere", "phi", "olmo", "gpt2"))
+    "family",
+    mark_others_thorough(
+        REFUSED, *("gemma2", "gemma3-multimodal", "cohere", "phi", "olmo", "gpt2")
+    ),
 )
 def test_what_is_not_proven_is_refused(tiny: Tiny, family: str) -> None:
     with pytest.raises(RefusedError, match=f"^--method rotate: .*{REFUSED[family]}"):
@@ -153,7 +156,9 @@ def test_a_size_without_a_hadamard_matrix_is_refused(tmp_path: Path) -> None:
         apply_source_transforms(open_checkpoint(tmp_path), ["rotate"])
 
 
-@pytest.mark.parametrize("family", ["phi3", further("llama"), further("qwen2"), "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["phi3", thorough_case("llama"), thorough_case("qwen2"), "mixtral"]
+)
 def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
     rotated = apply_source_transforms(open_checkpoint(tiny(family)), ["rotate"])
     for name, entry in rotated.entries.items():
@@ -166,21 +171,21 @@ def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
     ("family", "method", "values"),
     [
         ("llama-tied", "rotate+gptq", {"scheme": "int8:g32:sym"}),
-        further("llama-wide", "rotate+awq+gptq", {"scheme": "int4:g32:sym"}),
+        thorough_case("llama-wide", "rotate+awq+gptq", {"scheme": "int4:g32:sym"}),
         ("qwen2", "rotate+rtn", {"scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
-        further("mixtral", "rotate+rtn", {"scheme": "int8:g32:sym"}),
-        further("llama-wide", "rotate+smooth+gptq", {"scheme": "W8A8"}),
-        further("gemma", "rotate+gptq", {"scheme": "int8:g32:sym"}),
-        further("llama-tied", "rotate+rtn", {"format": "gptq", "scheme": "int8:g32:sym"}),
-        further("llama-tied", "rotate+gptq", {"format": "gguf", "type": "Q8_0"}),
-        further("llama-wide", "rotate+rtn", {"format": "mlx", "scheme": "int8:g64:min"}),
+        thorough_case("mixtral", "rotate+rtn", {"scheme": "int8:g32:sym"}),
+        thorough_case("llama-wide", "rotate+smooth+gptq", {"scheme": "W8A8"}),
+        thorough_case("gemma", "rotate+gptq", {"scheme": "int8:g32:sym"}),
+        thorough_case("llama-tied", "rotate+rtn", {"format": "gptq", "scheme": "int8:g32:sym"}),
+        thorough_case("llama-tied", "rotate+gptq", {"format": "gguf", "type": "Q8_0"}),
+        thorough_case("llama-wide", "rotate+rtn", {"format": "mlx", "scheme": "int8:g64:min"}),
         ("llama-tied", "rotate", {"format": "plain"}),
     ],
 )
 def test_from_quantize_to_verify(
     tiny: Tiny, tmp_path: Path, family: str, method: str, values: dict[str, str]
 ) -> None:
-    model, wanted = tiny(family), swift(method, **values)
+    model, wanted = tiny(family), fast_recipe(method, **values)
     out = tmp_path / ("q.gguf" if values.get("format") == "gguf" else "q")
     done = quantize(model, out, wanted)
     assert done.plan.tensors == api.plan(str(model), wanted).tensors
@@ -245,7 +250,7 @@ def test_norms_that_are_not_one_are_found(tiny: Tiny, tmp_path: Path) -> None:
 def test_plan_says_what_becomes_of_the_model(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = command(
+    told = run_command(
         capsys, "plan", tiny("llama-tied"), "--method", "rotate+rtn", "--scheme", "int8:g32"
     )
     assert told.code == 0, told.err
@@ -254,7 +259,9 @@ def test_plan_says_what_becomes_of_the_model(
         " 7 norms in their readers; the head stored on its own, 40,960 bytes before rounding"
     ) in told.out
     assert re.search(r"^lm_head +1  keep", told.out, re.MULTILINE)
-    refused = command(capsys, "plan", tiny("gemma2"), "--method", "rotate", "--scheme", "int8:g32")
+    refused = run_command(
+        capsys, "plan", tiny("gemma2"), "--method", "rotate", "--scheme", "int8:g32"
+    )
     assert refused.code == 4
     assert "post_attention_layernorm.weight is of a norm over what is added" in refused.err
 
@@ -303,7 +310,7 @@ def test_strips_of_a_matrix_whose_rows_are_mixed_are_of_one_computation(
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
-    model, wanted = tiny("llama-tied"), swift("rotate+gptq", scheme="int8:g32:sym")
+    model, wanted = tiny("llama-tied"), fast_recipe("rotate+gptq", scheme="int8:g32:sym")
 
     def stop(progress: Progress) -> None:
         if progress.part == "block 0":

@@ -23,8 +23,8 @@ from quantforge.model.hidden_states import InMemory
 from quantforge.model.scale_folding import expand_heads, fold_scale, nearest_exact_scale
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
-from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCABULARY, Tiny
-from tests.thorough import one_of_each
+from tests.conftest import FAMILIES, MULTIMODAL_MIXTURES, TEXT_FAMILIES, VOCABULARY, Tiny
+from tests.thorough import representative_families
 
 ALL = frozenset(Statistic)
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES_BESIDE_TOWERS])
+@pytest.mark.parametrize("family", [*FAMILIES, *MULTIMODAL_MIXTURES])
 def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     checkpoint, model_layout = opened(tiny(family))
     with ModelStream(checkpoint, model_layout, FEW, micro_batch=2) as stream:
@@ -93,7 +93,7 @@ def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     assert (streamed - expected).abs().max() == 0
 
 
-@pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", representative_families(TEXT_FAMILIES))
 def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: str) -> None:
     checkpoint, model_layout = opened(tiny(family))
     model = whole_model(tiny(family))
@@ -349,7 +349,7 @@ def random_scale(block: DecoderBlock, shared: Any, seed: int) -> Tensor:
     return expand_heads(block.dimensions, scale) if shared.heads else scale
 
 
-@pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", representative_families(TEXT_FAMILIES))
 def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
     _, model_layout = opened(tiny(family))
     model = whole_model(tiny(family), torch.float64)

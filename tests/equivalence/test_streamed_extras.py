@@ -17,7 +17,7 @@ from quantforge.quantizers.guidance.backward import backward
 from scripts import tiny_families
 from tests.conftest import tiny_tokenizer
 from tests.equivalence.test_derived import derived
-from tests.runs import StopError, crash_after, quantize, swift, tree
+from tests.runs import StopError, crash_after, fast_recipe, file_digests, quantize
 
 # Embeddings of each layer with shared keys and values; tokens that an earlier layer chose; states of a router;
 # streams of hidden states; integers among the tensors of a block.
@@ -79,12 +79,12 @@ def test_a_stream_is_the_whole_model(path: Path) -> None:
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_path: Path) -> None:
     """What earlier blocks return is computed anew."""
     tiny_tokenizer().save_pretrained(path)
-    wanted = swift("gptq", scheme="int4:g16:sym")
+    wanted = fast_recipe("gptq", scheme="int4:g16:sym")
     quantize(path, tmp_path / "whole", wanted)
     with pytest.raises(StopError):
         quantize(path, tmp_path / "again", wanted, progress=crash_after("block 2"))
     quantize(path, tmp_path / "again", wanted)
-    assert tree(tmp_path / "again") == tree(tmp_path / "whole")
+    assert file_digests(tmp_path / "again") == file_digests(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
@@ -92,7 +92,7 @@ def test_ranks_do_not_share_it(path: Path, tmp_path: Path, monkeypatch: pytest.M
     tiny_tokenizer().save_pretrained(path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(UsageError, match="pass on more than hidden states"):
-        quantize(path, tmp_path / "out", swift("gptq", scheme="int4:g16:sym"), join=True)
+        quantize(path, tmp_path / "out", fast_recipe("gptq", scheme="int4:g16:sym"), join=True)
 
 
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)

@@ -23,8 +23,16 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import Tiny, make_tiny
-from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
-from tests.thorough import further
+from tests.runs import (
+    CALIBRATION,
+    StopError,
+    copy_model,
+    crash_after,
+    file_digests,
+    quantize,
+    recipe,
+)
+from tests.thorough import thorough_case
 
 DEMO = Path(__file__).parents[2] / "models/demo-moe"
 
@@ -46,7 +54,11 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     ("family", "method"),
     [
         *(("gpt-oss", "sparsegpt"), ("gpt2", "magnitude"), ("qwen3-moe", "wanda")),
-        *(further("llama", "sparsegpt"), further("gpt-oss", "magnitude"), further("gpt2", "wanda")),
+        *(
+            thorough_case("llama", "sparsegpt"),
+            thorough_case("gpt-oss", "magnitude"),
+            thorough_case("gpt2", "wanda"),
+        ),
     ],
 )
 def test_half_of_every_linear_is_gone(tiny: Tiny, tmp_path: Path, family: str, method: str) -> None:
@@ -77,7 +89,7 @@ def test_one_run_is_like_another(tmp_path: Path) -> None:
     with pytest.raises(StopError):
         quantize(model, tmp_path / "b", wanted, progress=crash_after("block 0 expert 1"))
     quantize(model, tmp_path / "b", wanted, threads=2, activations="disk")
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert file_digests(tmp_path / "a") == file_digests(tmp_path / "b")
     assert zeros(tmp_path / "a")
     assert not any("down_proj" in name for name in zeros(tmp_path / "a"))
     assert verify(tmp_path / "a", model).findings == []
@@ -114,7 +126,7 @@ def sparse(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 def test_verify_sees_what_is_damaged(
     tiny: Tiny, sparse: Callable[[str], Path], tmp_path: Path, method: str, damage: Any
 ) -> None:
-    out = copied(sparse(method), tmp_path / "s")
+    out = copy_model(sparse(method), tmp_path / "s")
     name = next(name for name in zeros(out) if "up_proj" in name)
     values = load_file(out / "model.safetensors")
     values[name] = damage(values[name].float()).to(values[name].dtype).contiguous()

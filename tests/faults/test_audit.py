@@ -16,8 +16,8 @@ from quantforge import api
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
-from tests.conftest import LOOPS, Tiny
-from tests.runs import copied, ended, forked, recipe, swift, tree
+from tests.conftest import NUMBA_CACHE_VARIABLE, Tiny
+from tests.runs import copy_model, fast_recipe, file_digests, fork_child, recipe, wait_for_exit_code
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGING = {
@@ -93,7 +93,7 @@ def absolute(path: Any, folder: int = -1) -> Path:
 @pytest.fixture
 def hostile(tiny: Tiny, tmp_path: Path) -> Path:
     """A model with Python code, keys that load it, a pickle, and a link to a file outside."""
-    model = copied(tiny("llama-wide"), tmp_path / "model")
+    model = copy_model(tiny("llama-wide"), tmp_path / "model")
     (tmp_path / "secret.txt").write_text("secret")
     (model / "notes.txt").symlink_to(tmp_path / "secret.txt")
     (model / "modeling_evil.py").write_text(EVIL)
@@ -116,8 +116,10 @@ def run_every_verb(model: Path, out: Path, audit: Audit) -> None:
     audit.watching = True
     settings = Settings(offline=True)
     api.plan(str(model), recipe(), Settings(offline=True))
-    api.quantize(str(model), swift("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
-    api.quantize(str(model), swift("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
+    api.quantize(str(model), fast_recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
+    api.quantize(
+        str(model), fast_recipe("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings
+    )
     api.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
     report = verify(out / "a", model)
     audit.watching = False
@@ -130,12 +132,12 @@ def run_every_verb(model: Path, out: Path, audit: Audit) -> None:
 def test_a_run_opens_no_socket_process_or_foreign_file(hostile, tmp_path):
     out = tmp_path / "results"
     out.mkdir()
-    before = tree(hostile)
+    before = file_digests(hostile)
     # Loops are kept by the tests alone (`tests.conftest`).
     writable_directories = (
         out,
         Path(tempfile.gettempdir()) / "torchinductor",
-        Path(os.environ[LOOPS]),
+        Path(os.environ[NUMBA_CACHE_VARIABLE]),
     )
     audit = Audit(hostile, tmp_path / "secret.txt", writable_directories)
 
@@ -143,10 +145,10 @@ def test_a_run_opens_no_socket_process_or_foreign_file(hostile, tmp_path):
         sys.dont_write_bytecode = True  # of modules that no test has imported yet
         run_every_verb(hostile, out, audit)
 
-    code = ended(forked(work, tmp_path / "errors"))
+    code = wait_for_exit_code(fork_child(work, tmp_path / "errors"))
     assert code == 0, (tmp_path / "errors").read_text()
-    assert tree(hostile) == before
-    copied_names = {Path(name).name for name in tree(out)}
+    assert file_digests(hostile) == before
+    copied_names = {Path(name).name for name in file_digests(out)}
     assert not copied_names & {"modeling_evil.py", "pytorch_model.bin", "notes.txt"}
     assert "secret" not in {path.read_text(errors="ignore") for path in out.rglob("*.txt")}
 

@@ -26,8 +26,16 @@ from quantforge.evaluation.saved_rows import resume_rows
 from quantforge.evaluation.tasks import Tasks
 from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
-from tests.runs import StopError, command, copied, ended, forked, quantize, recipe
-from tests.thorough import further
+from tests.runs import (
+    StopError,
+    copy_model,
+    fork_child,
+    quantize,
+    recipe,
+    run_command,
+    wait_for_exit_code,
+)
+from tests.thorough import thorough_case
 
 EVALUATION = {"windows": 2, "length": 16, "speed": False}
 
@@ -89,7 +97,7 @@ def test_after_a_kill_eval_measures_only_the_remaining_models(
         record_loads(pytest.MonkeyPatch(), kill_at_last)
         evaluate(model, models, **EVALUATION)
 
-    assert ended(forked(child, tmp_path / "errors")) == -signal.SIGKILL
+    assert wait_for_exit_code(fork_child(child, tmp_path / "errors")) == -signal.SIGKILL
     assert len([*cache.iterdir()]) == 1
     names, notes = record_loads(monkeypatch), []
     resumed = evaluate(model, models, Settings(note=notes.append), **EVALUATION)
@@ -108,14 +116,14 @@ def test_after_a_kill_eval_measures_only_the_remaining_models(
         "version",
         "empty row",
         "cut",
-        further("windows"),
-        further("shape"),
+        thorough_case("windows"),
+        thorough_case("shape"),
     ],
 )
 def test_changed_inputs_invalidate_saved_rows(model, models, tmp_path, cache, monkeypatch, change):
-    source = copied(model, tmp_path / "m")
+    source = copy_model(model, tmp_path / "m")
     if change == "model":
-        models = [copied(models[0], tmp_path / "bits4"), models[1]]
+        models = [copy_model(models[0], tmp_path / "bits4"), models[1]]
     text, options = tmp_path / "text.txt", {}
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     assert interrupt_evaluation(source, models, text=str(text)) == [
@@ -207,8 +215,8 @@ def test_an_interrupted_eval_reports_the_saved_models(model, models, capsys):
     for error in (InputError("x"), StopError(), Stopped(signal.SIGINT)):
         with pytest.MonkeyPatch.context() as patch:
             record_loads(patch, partial(crash_at_last, error=error))
-            assert kept in command(capsys, *arguments).err
-    assert command(capsys, *arguments).code == 0
+            assert kept in run_command(capsys, *arguments).err
+    assert run_command(capsys, *arguments).code == 0
 
 
 def raise_full_disk(*_, **__):
@@ -227,18 +235,20 @@ def test_a_failed_report_write_shows_or_keeps_the_figures(
     model, models, cache, tmp_path, capsys, monkeypatch, module, last, options
 ):
     monkeypatch.chdir(tmp_path)
-    models = [copied(path, tmp_path / path.name) for path in models]  # a card is written into one
+    models = [
+        copy_model(path, tmp_path / path.name) for path in models
+    ]  # a card is written into one
     arguments = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module(f"quantforge.{module}"), last, raise_full_disk)
-        first = command(capsys, *arguments)
+        first = run_command(capsys, *arguments)
     assert first.code == ResourceError.exit_code
     if options[0] != "--card":
         assert "bits8" in first.out
         return
     assert "3 of 3 models are kept: the same command writes what is missing" in first.err
     names = record_loads(monkeypatch)
-    again = command(capsys, *arguments)
+    again = run_command(capsys, *arguments)
     assert again.code == 0
     assert "bits8" in again.out
     assert not names

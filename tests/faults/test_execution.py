@@ -24,8 +24,8 @@ from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.progress import Progress
 from tests.conftest import Tiny
-from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
-from tests.thorough import each_value, further
+from tests.runs import StopError, crash_after, fast_recipe, file_digests, quantize, recipe
+from tests.thorough import parametrize_each_value, thorough_case
 
 
 def errors(source: Path, out: Path) -> dict[str, float]:
@@ -45,10 +45,10 @@ def errors(source: Path, out: Path) -> dict[str, float]:
     [
         ("gpt2", {"method": "gptq", "scheme": "int8:row:sym"}),
         ("llama-tied", {"method": "rtn", "scheme": "int8:row:sym", "lm_head": "int8:row:sym", "scales": "absmax"}),
-        further("llama-wide", {"method": "gptq", "bits": 8}),
-        further("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
-        further("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
-        further("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
+        thorough_case("llama-wide", {"method": "gptq", "bits": 8}),
+        thorough_case("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
+        thorough_case("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
+        thorough_case("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
     ],
 )  # fmt: skip
 def test_every_tensor_is_exact_or_within_rounding_error(
@@ -68,7 +68,7 @@ def test_every_tensor_is_exact_or_within_rounding_error(
 
 def test_progress_reports_each_part_in_order(model: Path, out: Path) -> None:
     reports: list[Progress] = []
-    quantize(model, out, swift("gptq"), progress=reports.append)
+    quantize(model, out, fast_recipe("gptq"), progress=reports.append)
     reports = [report for report in reports if report.part]
     assert [report.part for report in reports] == ["outer", "block 0", "block 1", "head"]
     assert [(report.done, report.total) for report in reports] == [(n, 4) for n in (1, 2, 3, 4)]
@@ -86,7 +86,7 @@ def test_progress_reports_each_part_in_order(model: Path, out: Path) -> None:
     assert 2**27 < reports[0].peak_bytes == reports[0].peak_bytes // 1024 * 1024 < 2**37
 
 
-@each_value(("method", ["rtn", "smooth"]), ("scheme", ["int8:row:sym", "W8A8_STATIC"]))
+@parametrize_each_value(("method", ["rtn", "smooth"]), ("scheme", ["int8:row:sym", "W8A8_STATIC"]))
 def test_kv_cache_scales_match_the_peaks_of_the_model(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, method: str, scheme: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_model_of_one_block_resumes(model: Path, out: Path, tmp_path: Path) ->
     small = tmp_path / "m"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(small)
     (small / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-    recipe = swift("gptq", scheme="int8:g128:sym")
+    recipe = fast_recipe("gptq", scheme="int8:g128:sym")
     with pytest.raises(StopError):
         quantize(small, out, recipe, progress=crash_after("outer"))
     assert quantize(small, out, recipe).resumed
@@ -137,7 +137,7 @@ def test_the_progress_share_grows_with_every_step(tiny: Tiny, tmp_path: Path) ->
     quantize(
         tiny("qwen3-moe"),
         tmp_path / "q",
-        swift("awq+gptq", scheme="int4:g32:sym"),
+        fast_recipe("awq+gptq", scheme="int4:g32:sym"),
         progress=reports.append,
     )
     blocks: dict[str, dict[str, float]] = {}
@@ -172,7 +172,9 @@ def test_part_seconds_sum_to_at_most_the_run(tiny: Tiny, tmp_path: Path) -> None
             reports.append(report)
             times.append(time.monotonic())
 
-    quantize(tiny("mixtral"), tmp_path / "q", swift("gptq", scheme="int4:g32:sym"), progress=listen)
+    quantize(
+        tiny("mixtral"), tmp_path / "q", fast_recipe("gptq", scheme="int4:g32:sym"), progress=listen
+    )
     assert len(reports) == 2 + 3 * 5
     assert all(part_report.seconds >= 0 for part_report in reports)
     assert all(part_report.seconds > 0 for part_report in reports if "expert" in part_report.part)
@@ -181,7 +183,7 @@ def test_part_seconds_sum_to_at_most_the_run(tiny: Tiny, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("family", "values"),
-    [further("llama", {}), ("mixtral", {}), ("gpt-oss", {"ignore": ("*experts*",)})],
+    [thorough_case("llama", {}), ("mixtral", {}), ("gpt-oss", {"ignore": ("*experts*",)})],
 )
 def test_the_head_hessian_matches_the_final_hidden_states(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
@@ -203,7 +205,7 @@ def test_the_head_hessian_matches_the_final_hidden_states(
 
     monkeypatch.setattr(execution, "observe_head", noted)
     monkeypatch.setattr(Job, "read_inputs", sampled)
-    recipe = swift("gptq", scheme="int8:row:sym", lm_head="int8:row:sym")
+    recipe = fast_recipe("gptq", scheme="int8:row:sym", lm_head="int8:row:sym")
     quantize(model, out, replace(recipe, **values))
     rows, statistics = seen
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -227,10 +229,10 @@ def test_hidden_states_go_to_disk_only_on_request(model: Path, tmp_path: Path) -
                     with suppress(OSError):
                         links.append(str(descriptor.readlink()))
 
-        quantize(model, tmp_path / where, swift("gptq"), progress=listen, activations=where)
+        quantize(model, tmp_path / where, fast_recipe("gptq"), progress=listen, activations=where)
         beside = str(tmp_path / f".{where}.qf")
         unnamed = [
             link for link in open_links if link.startswith(beside) and link.endswith("(deleted)")
         ]
         assert bool(unnamed) == (where == "disk")
-    assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
+    assert file_digests(tmp_path / "memory") == file_digests(tmp_path / "disk")

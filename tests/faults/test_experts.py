@@ -31,15 +31,15 @@ from tests.equivalence.test_expert_statistics import arguments, intermediate, me
 from tests.runs import (
     CALIBRATION,
     StopError,
-    copied,
+    copy_model,
     crash_after,
-    ended,
-    forked,
+    fast_recipe,
+    file_digests,
+    fork_child,
     quantize,
-    swift,
-    tree,
+    wait_for_exit_code,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 SCHEME = "int4:g32:sym"
 MORE = replace(CALIBRATION, samples=40, length=64)
@@ -56,7 +56,7 @@ def test_shared_expert_run_survives_a_killed_worker(
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    recipe = replace(swift("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
+    recipe = replace(fast_recipe("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
     quantize(tiny("qwen3-moe"), tmp_path / "m", recipe)
     out, written = tmp_path / "out", UnitOutput.write
     calls = itertools.count()
@@ -70,7 +70,7 @@ def test_shared_expert_run_survives_a_killed_worker(
         monkeypatch.setattr(UnitOutput, "write", counted)
         quantize(tiny("qwen3-moe"), out, recipe, join=True)
 
-    assert ended(forked(killed, tmp_path / "m-errors")) == -signal.SIGKILL
+    assert wait_for_exit_code(fork_child(killed, tmp_path / "m-errors")) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / ".out.qf/units").glob("*/*.held")] == ["0001.1.held"]
     parts: list[str] = []
     quantize(
@@ -79,17 +79,19 @@ def test_shared_expert_run_survives_a_killed_worker(
     # The rows had passed the experts of block 0 before these were rounded, so that block 1 need not wait.
     assert next(filter(None, parts)) == "block 1"
     assert sorted(filter(None, parts)) == ["block 0", "block 1", "block 2"]
-    assert tree(out) == tree(tmp_path / "m")
+    assert file_digests(out) == file_digests(tmp_path / "m")
 
 
 BETWEEN = ("block 0 expert 1", "block 2 expert 3")
 
 
-@pytest.mark.parametrize(("method", "parts"), [further("awq+gptq", BETWEEN), ("gptq", BETWEEN[:1])])
+@pytest.mark.parametrize(
+    ("method", "parts"), [thorough_case("awq+gptq", BETWEEN), ("gptq", BETWEEN[:1])]
+)
 def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
     tiny: Tiny, tmp_path: Path, method: str, parts: tuple[str, ...]
 ) -> None:
-    recipe = swift(method, scheme=SCHEME, rules=())
+    recipe = fast_recipe(method, scheme=SCHEME, rules=())
     recipe = replace(recipe, ignore=("*experts.[02].up_proj",))  # take factors, and stay
     quantize(tiny("qwen3-moe"), tmp_path / "m", recipe)
     for part in parts:
@@ -103,21 +105,21 @@ def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
         assert next(filter(None, again)) == (
             "block 0 expert 2" if part == "block 0 expert 1" else "block 2"
         )
-        assert tree(out) == tree(tmp_path / "m"), part
+        assert file_digests(out) == file_digests(tmp_path / "m"), part
 
 
 def test_threads_and_disk_do_not_change_expert_output(tiny: Tiny, tmp_path: Path) -> None:
-    recipe = swift("gptq", scheme=SCHEME)
+    recipe = fast_recipe("gptq", scheme=SCHEME)
     for name, settings in {
         "one": Settings(threads=1),
         "other": Settings(threads=3, activations="disk"),
     }.items():
         api.quantize(str(tiny("mixtral")), recipe, tmp_path / name, settings)
-    assert tree(tmp_path / "one") == tree(tmp_path / "other")
+    assert file_digests(tmp_path / "one") == file_digests(tmp_path / "other")
 
 
 def test_experts_with_few_tokens_are_reported_and_counted(tiny: Tiny, tmp_path: Path) -> None:
-    done = quantize(tiny("mixtral"), tmp_path / "q", swift("gptq", scheme=SCHEME))
+    done = quantize(tiny("mixtral"), tmp_path / "q", fast_recipe("gptq", scheme=SCHEME))
     few = [event for event in done.events if event.kind == "expert-few-tokens"]
     assert [event.where for event in few] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
     assert "4 of 4 experts saw fewer than 128 tokens: " in few[0].detail
@@ -131,12 +133,14 @@ def test_experts_with_few_tokens_are_reported_and_counted(tiny: Tiny, tmp_path: 
         assert counts == [
             tensors[name.format(layer, e, "w2")]["calibration_tokens"] for e in range(4)
         ]
-    quiet = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, min_expert_tokens=0))
+    quiet = fast_recipe(
+        "gptq", scheme=SCHEME, calibration=replace(CALIBRATION, min_expert_tokens=0)
+    )
     again = quantize(tiny("mixtral"), tmp_path / "quiet", quiet)
     assert not [event for event in again.events if event.kind == "expert-few-tokens"]
     with pytest.raises(RefusedError, match="expert-few-tokens"):
         quantize(
-            tiny("mixtral"), tmp_path / "strict", swift("gptq", scheme=SCHEME),
+            tiny("mixtral"), tmp_path / "strict", fast_recipe("gptq", scheme=SCHEME),
             policy=Policy(strict=True, allow={"few-calibration-tokens": 9, "substitution": 99}),
         )  # fmt: skip
 
@@ -152,7 +156,7 @@ def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
     assert few_token_events("mlp", {0: 5, 1: 6}, 5) == []
 
 
-@pytest.mark.parametrize("experts", [further("routed"), "all"])
+@pytest.mark.parametrize("experts", [thorough_case("routed"), "all"])
 def test_expert_tokens_option_selects_the_calibration_tokens(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
 ) -> None:
@@ -164,7 +168,9 @@ def test_expert_tokens_option_selects_the_calibration_tokens(
             super().__init__(*arguments, **named)
 
     monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
-    recipe = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, expert_tokens=experts))
+    recipe = fast_recipe(
+        "gptq", scheme=SCHEME, calibration=replace(CALIBRATION, expert_tokens=experts)
+    )
     quantize(tiny("mixtral"), tmp_path / "q", recipe)
     assert set(all_tokens) == {experts == "all"}
 
@@ -176,7 +182,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize(
-    ("family", "experts"), [further("mixtral", "all"), ("qwen3-moe", "routed")]
+    ("family", "experts"), [thorough_case("mixtral", "all"), ("qwen3-moe", "routed")]
 )
 def test_gptq_has_less_expert_error_than_rtn(
     tiny: Tiny, tmp_path: Path, family: str, experts: str
@@ -188,7 +194,7 @@ def test_gptq_has_less_expert_error_than_rtn(
     errors = {}
     for method in ("rtn", "gptq"):
         calibration = replace(MORE, expert_tokens=experts)
-        recipe = swift(method, scheme="int3:g32:asym", calibration=calibration)
+        recipe = fast_recipe(method, scheme="int3:g32:asym", calibration=calibration)
         quantize(tiny(family), tmp_path / method, recipe)
         after = decode_checkpoint(open_checkpoint(tmp_path / method))
         errors[method] = 0.0
@@ -212,18 +218,18 @@ def test_an_expert_without_tokens_is_still_quantized(
         keep(self, row, states, torch.where(index == 3, 0, index), weights)
 
     monkeypatch.setattr(RoutedTokens, "record", never_three)
-    done = quantize(tiny("mixtral"), tmp_path / "q", swift("awq+gptq", scheme=SCHEME))
+    done = quantize(tiny("mixtral"), tmp_path / "q", fast_recipe("awq+gptq", scheme=SCHEME))
     assert "3 (0)" in next(e.detail for e in done.events if e.kind == "expert-few-tokens")
     assert "rtn-fallback" not in {event.kind for event in done.events}
     model = load(tmp_path / "q").model
     assert all(bool(value.isfinite().all()) for value in model.parameters())
 
 
-@pytest.mark.parametrize("method", [further("rtn"), "smooth+gptq"])
+@pytest.mark.parametrize("method", [thorough_case("rtn"), "smooth+gptq"])
 def test_static_input_scales_of_experts_are_measured(
     tiny: Tiny, tmp_path: Path, method: str
 ) -> None:
-    quantize(tiny("mixtral"), tmp_path / "q", swift(method, scheme="W8A8_STATIC"))
+    quantize(tiny("mixtral"), tmp_path / "q", fast_recipe(method, scheme="W8A8_STATIC"))
     stored = load_file(tmp_path / "q" / "model.safetensors")
     scales = {
         name: value
@@ -238,13 +244,13 @@ def test_static_input_scales_of_experts_are_measured(
 
 
 def test_a_nan_in_an_expert_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
-    source = copied(tiny("mixtral"), tmp_path / "model")
+    source = copy_model(tiny("mixtral"), tmp_path / "model")
     weights = load_file(source / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     weights[name][3, 5] = torch.nan
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=name):
-        quantize(source, tmp_path / "q", swift("gptq", scheme=SCHEME))
+        quantize(source, tmp_path / "q", fast_recipe("gptq", scheme=SCHEME))
     assert not (tmp_path / "q").exists()
 
 
@@ -263,11 +269,11 @@ def test_a_nan_in_an_expert_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> No
 def test_a_misshapen_expert_stack_is_refused_by_name(
     tiny: Tiny, tmp_path: Path, change: Any, words: str
 ) -> None:
-    model = copied(tiny("granitemoe"), tmp_path / "m")
+    model = copy_model(tiny("granitemoe"), tmp_path / "m")
     file = model / "model.safetensors"
     tensors, name = load_file(file), "model.layers.1.block_sparse_moe.input_linear.weight"
     save_file({**tensors, name: change(tensors[name])}, file, metadata={"format": "pt"})
     for method in ("rtn", "gptq"):
         with pytest.raises(InputError, match=words):
-            quantize(model, tmp_path / "q", swift(method, scheme=SCHEME))
+            quantize(model, tmp_path / "q", fast_recipe(method, scheme=SCHEME))
     assert not (tmp_path / "q").exists()

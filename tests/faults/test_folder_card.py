@@ -17,8 +17,8 @@ from quantforge.api.folder_cards import (
 from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError
 from tests.faults.test_release import Q8, write_spec
-from tests.runs import copied, quantize, recipe
-from tests.thorough import further
+from tests.runs import copy_model, quantize, recipe
+from tests.thorough import thorough_case
 
 EVALUATION = {"windows": 2, "length": 16, "speed": False}
 Q4 = Q8.replace("q8", "q4").replace("Q8_0", "Q4_0")
@@ -34,7 +34,7 @@ def files(tiny, tmp_path_factory):
 
 @pytest.fixture
 def folder(files, tmp_path):
-    return copied(files, tmp_path / "f")
+    return copy_model(files, tmp_path / "f")
 
 
 def test_a_folder_card_keeps_text_added_by_hand(model, folder):
@@ -84,7 +84,7 @@ def test_split_gguf_parts_are_one_entry_with_total_size(model, tmp_path):
     assert not row.endswith("| - |")
 
 
-@pytest.mark.parametrize("bits", ["x", True, -4.5, further(None)])
+@pytest.mark.parametrize("bits", ["x", True, -4.5, thorough_case(None)])
 def test_invalid_bits_in_a_manifest_are_shown_as_absent(model, folder, bits):
     for path in folder.glob("*.gguf.quantforge.json"):
         document = json.loads(path.read_text())

@@ -16,14 +16,14 @@ from quantforge.files.disk import DISK, create_file, make_directory, open_existi
 from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.stage import FileStage, Stage
-from tests.releases import FAST, content, fill, make, manifest_of
-from tests.thorough import each_value
+from tests.releases import NO_FSYNC_DISK, make, manifest_of, read_release, stage_release
+from tests.thorough import parametrize_each_value
 
 Plant = Callable[[Path], object]
 
 
 def publish_file(out: Path, names: tuple[str, ...], text: str) -> None:
-    with FileStage(out, overwrite=True, names=names, disk=FAST) as stage:
+    with FileStage(out, overwrite=True, names=names, disk=NO_FSYNC_DISK) as stage:
         for name in names:
             stage.write_file(name, text.encode())
         stage.write_file(stage.manifest, manifest_of(stage, text))
@@ -36,7 +36,7 @@ def run(stage: Stage, work: Callable[[Stage], object]) -> None:
 
 
 def publish_directory(stage: Stage, text: str = "new") -> None:
-    fill(stage, text, FAST)
+    stage_release(stage, text, NO_FSYNC_DISK)
     stage.publish()
 
 
@@ -54,7 +54,9 @@ def assert_refused(
 
 def files_without_lock(directory: Path) -> dict[str, bytes]:
     return {
-        name: data for name, data in content(directory).items() if not name.endswith(".qf/lock")
+        name: data
+        for name, data in read_release(directory).items()
+        if not name.endswith(".qf/lock")
     }
 
 
@@ -110,18 +112,20 @@ PLANTED_INSIDE: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@each_value(("case", PLANTED_INSIDE), ("late", [False, True]))  # before or during the run
+@parametrize_each_value(
+    ("case", PLANTED_INSIDE), ("late", [False, True])
+)  # before or during the run
 def test_overwrite_refuses_files_missing_from_the_manifest(
     tmp_path: Path, case: str, late: bool
 ) -> None:
     plant, word = PLANTED_INSIDE[case]
     out = tmp_path / "out"
     (tmp_path / "canary").write_text("mine!!")
-    make(out, "old", FAST)
+    make(out, "old", NO_FSYNC_DISK)
 
     def overwrite() -> None:
-        with Stage(out, overwrite=True, disk=FAST) as stage:
-            fill(stage, "new", FAST)
+        with Stage(out, overwrite=True, disk=NO_FSYNC_DISK) as stage:
+            stage_release(stage, "new", NO_FSYNC_DISK)
             if late:
                 plant(out)
             stage.publish()
@@ -132,13 +136,13 @@ def test_overwrite_refuses_files_missing_from_the_manifest(
         return
     with pytest.raises(RefusedError, match=word):
         overwrite()
-    assert content(out).get("config.json") != b"new"
+    assert read_release(out).get("config.json") != b"new"
     assert (tmp_path / "canary").read_text() == "mine!!"
 
 
 def test_a_file_added_during_the_swap_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    make(out, "old", FAST)
+    make(out, "old", NO_FSYNC_DISK)
 
     def exchange(first: Path, second: Path) -> None:
         if second == out and not (out / "notes.txt").exists():
@@ -146,20 +150,23 @@ def test_a_file_added_during_the_swap_is_kept(tmp_path: Path) -> None:
         DISK.exchange(first, second)
 
     with pytest.raises(RefusedError, match=r"notes\.txt"):
-        run(Stage(out, overwrite=True, disk=replace(FAST, exchange=exchange)), publish_directory)
+        run(
+            Stage(out, overwrite=True, disk=replace(NO_FSYNC_DISK, exchange=exchange)),
+            publish_directory,
+        )
     assert (out / "notes.txt").read_text() == "mine"
     assert (out / "config.json").read_text() == "old"
     (out / "notes.txt").unlink()
-    make(out, "new", FAST)
+    make(out, "new", NO_FSYNC_DISK)
     assert (out / "config.json").read_text() == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
 def test_overwrite_accepts_a_result_with_missing_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    make(out, "old", FAST)
+    make(out, "old", NO_FSYNC_DISK)
     (out / "config.json").unlink()
-    make(out, "new", FAST)
+    make(out, "new", NO_FSYNC_DISK)
     assert (out / "config.json").read_text() == "new"
 
 
@@ -183,7 +190,7 @@ def test_a_file_result_keeps_similarly_named_files(tmp_path: Path) -> None:
             (out.parent / file).write_text("mine")
         publish_file(out, tuple(file.replace("m-", f"{stem}-", 1) for file in PARTS), "old")
         publish_file(out, (out.name,), "new")
-        remaining = content(out.parent)
+        remaining = read_release(out.parent)
         assert {file: remaining.pop(file) for file in foreign} == dict.fromkeys(foreign, b"mine")
         assert remaining.keys() == {out.name, f"{out.name}{MANIFEST_SUFFIX}"}
         assert remaining[out.name] == b"new"
@@ -237,7 +244,7 @@ def test_a_file_created_after_a_kill_is_kept(tmp_path: Path) -> None:
         stage.publish()
 
     with pytest.raises(KeyboardInterrupt):
-        run(FileStage(out, overwrite=False, disk=replace(FAST, rename=rename)), work)
+        run(FileStage(out, overwrite=False, disk=replace(NO_FSYNC_DISK, rename=rename)), work)
     out.write_text("mine")
     with pytest.raises(RefusedError, match=r"m\.gguf"), FileStage(out, overwrite=True):
         pass
@@ -286,7 +293,7 @@ PLANTED_RUN_DIRECTORIES: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@each_value(
+@parametrize_each_value(
     ("case", PLANTED_RUN_DIRECTORIES),
     ("name", ["out", "m.gguf"]),
 )
@@ -315,22 +322,22 @@ def test_links_inside_a_stage_are_not_followed(tmp_path: Path, name: str) -> Non
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/a").write_text("mine")
     for target in ("../../elsewhere", "../../elsewhere/a"):
-        with Stage(tmp_path / "out", overwrite=False, disk=FAST) as stage:
+        with Stage(tmp_path / "out", overwrite=False, disk=NO_FSYNC_DISK) as stage:
             stage.clear()
             (stage.path / name).symlink_to(target)
             try:
-                fill(stage, "new", FAST)
+                stage_release(stage, "new", NO_FSYNC_DISK)
             except QuantForgeError:
                 assert name == "additional_chat_templates"
             stage.discard()
-        assert content(tmp_path / "elsewhere") == {"a": b"mine"}
+        assert read_release(tmp_path / "elsewhere") == {"a": b"mine"}
 
 
 def test_a_run_survives_the_removal_of_its_lock(tmp_path: Path) -> None:
     """The run succeeds, and a second one is refused while it works."""
     out = tmp_path / "out"
-    with Stage(out, overwrite=False, disk=FAST) as stage:
-        fill(stage, "new", FAST)
+    with Stage(out, overwrite=False, disk=NO_FSYNC_DISK) as stage:
+        stage_release(stage, "new", NO_FSYNC_DISK)
         (tmp_path / ".out.qf/lock").unlink()
         with pytest.raises(RefusedError, match="may still work"), Stage(out, overwrite=True):
             pass
@@ -341,21 +348,21 @@ def test_a_run_survives_the_removal_of_its_lock(tmp_path: Path) -> None:
 
 def test_a_run_that_lost_its_lock_does_not_publish(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with Stage(out, overwrite=False, disk=FAST) as stage:
-        fill(stage, "first", FAST)
+    with Stage(out, overwrite=False, disk=NO_FSYNC_DISK) as stage:
+        stage_release(stage, "first", NO_FSYNC_DISK)
         (tmp_path / ".out.qf").rename(tmp_path / "moved")
-        with Stage(out, overwrite=False, disk=FAST) as second:
+        with Stage(out, overwrite=False, disk=NO_FSYNC_DISK) as second:
             with pytest.raises(QuantForgeError):
                 stage.publish()
-            fill(second, "second", FAST)
+            stage_release(second, "second", NO_FSYNC_DISK)
             second.publish()
     assert (out / "config.json").read_text() == "second"
 
 
 def test_publishing_fails_when_another_run_took_the_lock(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with Stage(out, overwrite=False, disk=FAST) as stage:
-        fill(stage, "first", FAST)
+    with Stage(out, overwrite=False, disk=NO_FSYNC_DISK) as stage:
+        stage_release(stage, "first", NO_FSYNC_DISK)
         lock = tmp_path / ".out.qf/lock"
         lock.unlink()
         lock.touch()  # of a run that begins
@@ -376,7 +383,7 @@ def test_removing_the_run_directory_raises_a_typed_error(tmp_path: Path) -> None
             stage.publish()
 
         with pytest.raises(QuantForgeError):
-            run(Stage(out, overwrite=False, disk=FAST), work)
+            run(Stage(out, overwrite=False, disk=NO_FSYNC_DISK), work)
         assert not out.exists()
 
 

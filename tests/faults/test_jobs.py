@@ -19,7 +19,7 @@ from quantforge.cli import processes
 from quantforge.errors import UsageError
 from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
-from tests.runs import command, ended, forked, tree
+from tests.runs import file_digests, fork_child, run_command, wait_for_exit_code
 
 ROOT = Path(__file__).parents[2]
 SPEC_HEAD = """model = "{model}"
@@ -84,7 +84,7 @@ def start_joining(spec, out, log_directory):
         for name in release(spec, out, Settings(join=True)).made:
             (log_directory / name).touch(exist_ok=False)
 
-    return forked(work, log_directory / f"errors-{random.random()}")
+    return fork_child(work, log_directory / f"errors-{random.random()}")
 
 
 @pytest.mark.thorough
@@ -92,14 +92,14 @@ def test_three_processes_make_each_variant_once(spec, whole, tmp_path):
     shared, log_directory = tmp_path / "shared", tmp_path / "made"
     log_directory.mkdir()
     children = [start_joining(spec, shared, log_directory) for _ in range(3)]
-    assert [ended(child) for child in children] == [0, 0, 0]
+    assert [wait_for_exit_code(child) for child in children] == [0, 0, 0]
     assert {path.name for path in log_directory.iterdir() if "errors" not in path.name} == {
         *VARIANTS,
         "q8",
     }
-    assert tree(shared) == tree(whole)
+    assert file_digests(shared) == file_digests(whole)
     assert release(spec, shared, Settings(join=True)).made == ()
-    assert tree(shared) == tree(whole)
+    assert file_digests(shared) == file_digests(whole)
 
 
 @pytest.mark.thorough
@@ -117,10 +117,10 @@ def test_tuned_and_guided_variants_are_distributed_between_processes(model, tmp_
     spec.write_text(text)
     log_directory.mkdir()
     children = [start_joining(spec, tmp_path / "shared", log_directory) for _ in range(2)]
-    assert [ended(child) for child in children] == [0, 0]
+    assert [wait_for_exit_code(child) for child in children] == [0, 0]
     assert {path.name for path in log_directory.iterdir() if "errors" not in path.name} == {*alone}
     release(spec, tmp_path / "one")
-    assert tree(tmp_path / "shared") == tree(tmp_path / "one")
+    assert file_digests(tmp_path / "shared") == file_digests(tmp_path / "one")
 
 
 def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
@@ -132,16 +132,18 @@ def test_variants_of_a_killed_process_are_made_by_others(spec, whole, tmp_path):
             if step in f"{progress.phase}: {progress.step}":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        return forked(
+        return fork_child(
             lambda: release(spec, shared, Settings(join=True, progress=kill)),
             log_directory / "errors",
         )
 
     for step in ("block 1: rounding", "scoring"):
-        assert ended(until(step)) == -signal.SIGKILL, (log_directory / "errors").read_text()
+        assert wait_for_exit_code(until(step)) == -signal.SIGKILL, (
+            log_directory / "errors"
+        ).read_text()
     left = [start_joining(spec, shared, log_directory) for _ in range(2)]
-    assert [ended(child) for child in left] == [0, 0]
-    assert tree(shared) == tree(whole)
+    assert [wait_for_exit_code(child) for child in left] == [0, 0]
+    assert file_digests(shared) == file_digests(whole)
 
 
 def test_jobs_starts_workers_and_prints_once(spec, whole, tmp_path, capsys, monkeypatch):
@@ -149,13 +151,13 @@ def test_jobs_starts_workers_and_prints_once(spec, whole, tmp_path, capsys, monk
         processes, "_start_worker", record_starts(processes._start_worker, started := [])
     )
     shared = tmp_path / "shared"
-    ended_command = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
+    ended_command = run_command(capsys, "release", spec, "-o", shared, "--jobs", "2")
     assert ended_command.code == 0
     assert [process.returncode for process in started] == [0]
     assert {line.split()[0] for line in ended_command.out.splitlines()[1:]} >= {*VARIANTS, "q8"}
     assert ended_command.out.count("q8") == 1
     assert "processes failed" not in ended_command.err
-    assert tree(shared) == tree(whole)
+    assert file_digests(shared) == file_digests(whole)
 
 
 def record_starts(start, started):
@@ -175,15 +177,15 @@ def test_a_sweep_with_jobs_matches_a_single_process(model, tmp_path, capsys, mon
     )
     common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
-    assert command(capsys, *common, "-o", tmp_path / "alone").code == 0
+    assert run_command(capsys, *common, "-o", tmp_path / "alone").code == 0
     assert not started
-    ended_command = command(capsys, *common, "-o", tmp_path / "shared", "--jobs", "2")
+    ended_command = run_command(capsys, *common, "-o", tmp_path / "shared", "--jobs", "2")
     assert ended_command.code == 0
     assert [process.returncode for process in started] == [0]
     assert len(json.loads(ended_command.out)["results"]) == 2
     assert json.loads(ended_command.out)["failed_processes"] == []
     assert ended_command.err == ""
-    assert tree(tmp_path / "shared") == tree(tmp_path / "alone")
+    assert file_digests(tmp_path / "shared") == file_digests(tmp_path / "alone")
     with pytest.raises(UsageError, match="begins late"):
         sweep(
             model,
@@ -224,7 +226,9 @@ def test_variants_over_the_budget_are_skipped_by_name(spec, whole, tmp_path, cap
     sizes = {variant["name"]: variant["weight_bytes"] for variant in released}
     most = sorted(sizes.values())[1]
     for more in (("--dry-run",), ()):
-        ended_command = command(capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more)
+        ended_command = run_command(
+            capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more
+        )
         assert ended_command.code == 0
         beyond = {name for name, size in sizes.items() if size > most}
         assert {
@@ -235,7 +239,7 @@ def test_variants_over_the_budget_are_skipped_by_name(spec, whole, tmp_path, cap
     variants = json.loads((out / "release.json").read_text())["variants"]
     assert {variant["name"] for variant in variants} == {*sizes} - beyond
     assert {path.name for path in (out / "compressed-tensors").iterdir()} <= {*sizes} - beyond
-    ended_command = command(capsys, "release", spec, "-o", tmp_path / "none", "--budget", "1B")
+    ended_command = run_command(capsys, "release", spec, "-o", tmp_path / "none", "--budget", "1B")
     assert ended_command.code == 4
     assert "the smallest, int2, has" in ended_command.err
     assert not (tmp_path / "none").exists()

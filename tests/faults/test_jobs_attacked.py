@@ -19,7 +19,7 @@ from quantforge.api.variants import Variants
 from quantforge.cli import app, processes
 from quantforge.errors import ResourceError
 from quantforge.settings import Settings
-from tests.runs import command
+from tests.runs import run_command
 
 ORPHAN = """
 import time
@@ -86,7 +86,7 @@ def test_json_documents_list_failed_workers(
         if verb == "release"
         else [model, "--over", "bits=4,8", "--method", "rtn", "--scales", "absmax", *measured]
     )
-    ran = command(capsys, verb, *arguments, "-o", tmp_path / "out", "--jobs", "2", "--json")
+    ran = run_command(capsys, verb, *arguments, "-o", tmp_path / "out", "--jobs", "2", "--json")
     assert ran.code == 0
     assert json.loads(ran.out)["failed_processes"] == [
         {"exit_code": 1, "stderr": "error: memory is full"}

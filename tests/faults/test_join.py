@@ -36,20 +36,20 @@ from quantforge.recipe import Recipe
 from tests.conftest import Tiny
 from tests.runs import (
     StopError,
-    command,
-    copied,
+    copy_model,
     crash_after,
-    ended,
-    forked,
+    fast_recipe,
+    file_digests,
+    fork_child,
     leftovers,
     quantize,
-    swift,
-    tree,
+    run_command,
+    wait_for_exit_code,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
-PLAIN = swift(scales="absmax", bits=4)
-GPTQ = swift("gptq", bits=4, lm_head="int8:row")
+PLAIN = fast_recipe(scales="absmax", bits=4)
+GPTQ = fast_recipe("gptq", bits=4, lm_head="int8:row")
 FILE = Recipe(type="Q4_K_M", format="gguf", scales="absmax", max_shard_bytes=100_000)
 UNITS = ".out.qf/units"
 Start = Callable[[Callable[[], object]], int]
@@ -69,7 +69,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     children: list[int] = []
 
     def started(work: Callable[[], object]) -> int:
-        children.append(forked(work, tmp_path / f"m-errors-{len(children)}"))
+        children.append(fork_child(work, tmp_path / f"m-errors-{len(children)}"))
         return children[-1]
 
     yield started
@@ -116,9 +116,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
     [
         ("out.gguf", FILE),
         ("out", replace(GPTQ, tune=2)),  # calibrated blocks, and what is done behind them
-        further("out", PLAIN),
-        further("out", GPTQ),
-        further("out", swift("awq", bits=4)),
+        thorough_case("out", PLAIN),
+        thorough_case("out", GPTQ),
+        thorough_case("out", fast_recipe("awq", bits=4)),
     ],
 )
 def test_two_processes_write_the_same_bytes_as_one(
@@ -141,8 +141,8 @@ def test_two_processes_write_the_same_bytes_as_one(
         join(model, directories["two"] / name, recipe, progress=progress)
 
     children = [start(partial(worker, "a", "b")), start(partial(worker, "b", "a"))]
-    assert [ended(child) for child in children] == [0, 0]
-    assert tree(directories["two"]) == tree(directories["one"])
+    assert [wait_for_exit_code(child) for child in children] == [0, 0]
+    assert file_digests(directories["two"]) == file_digests(directories["one"])
     assert leftovers(directories["two"] / "m") == {
         path.name for path in directories["one"].iterdir()
     }
@@ -167,11 +167,14 @@ def test_tuning_continues_after_the_tuning_process_is_killed(
             file.write(f"{done.part}\n")
 
     killed = start(lambda: join(model, tmp_path / "two", recipe, progress=first))
-    assert ended(killed) == -signal.SIGKILL
-    assert ended(start(lambda: join(model, tmp_path / "two", recipe, progress=second))) == 0
+    assert wait_for_exit_code(killed) == -signal.SIGKILL
+    assert (
+        wait_for_exit_code(start(lambda: join(model, tmp_path / "two", recipe, progress=second)))
+        == 0
+    )
     assert [line for line in log.read_text().split("\n") if "tune" in line][-1] == "tune block 1"
     assert "tune block 0\n" not in log.read_text()
-    assert tree(tmp_path / "two") == tree(tmp_path / "one")
+    assert file_digests(tmp_path / "two") == file_digests(tmp_path / "one")
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,7 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """The files that one process writes."""
     out = tmp_path_factory.mktemp("reference") / "m"
     quantize(tiny("llama-wide"), out, PLAIN)
-    return tree(out)
+    return file_digests(out)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +190,7 @@ def calibrated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """The files that one process writes with a calibrated recipe."""
     out = tmp_path_factory.mktemp("calibrated") / "m"
     quantize(tiny("llama-wide"), out, GPTQ)
-    return tree(out)
+    return file_digests(out)
 
 
 @pytest.fixture
@@ -202,7 +205,7 @@ def held_units(out: Path) -> list[str]:
     return [path.name for path in (out.parent / UNITS).glob("*/*.held")]
 
 
-@pytest.mark.parametrize("write", [further(1), 20])
+@pytest.mark.parametrize("write", [thorough_case(1), 20])
 def test_another_process_redoes_the_unit_of_a_killed_one(
     model: Path, out: Path, reference: dict[str, str], start: Start, write: int
 ) -> None:
@@ -210,15 +213,15 @@ def test_another_process_redoes_the_unit_of_a_killed_one(
         before_call(UnitOutput, "write", write, send(signal.SIGKILL))
         join(model, out)
 
-    assert ended(start(killed)) == -signal.SIGKILL
+    assert wait_for_exit_code(start(killed)) == -signal.SIGKILL
     assert len(held_units(out)) == 1
     join(model, out)
-    assert tree(out) == reference
+    assert file_digests(out) == reference
     assert not out.with_name(".out.qf").exists()
 
 
 STOP_POINTS = [
-    further(UnitOutput, "write", 1),
+    thorough_case(UnitOutput, "write", 1),
     (UnitOutput, "write", 9),
     (Claim, "finish", 1),
     (claims, "write_durably", 2),
@@ -244,10 +247,10 @@ def test_a_resumed_process_that_lost_its_unit_changes_nothing(
     child = start(stopped)
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     join(model, out)
-    assert tree(out) == reference
+    assert file_digests(out) == reference
     os.kill(child, signal.SIGCONT)
-    assert ended(child) == 0
-    assert tree(out) == reference
+    assert wait_for_exit_code(child) == 0
+    assert file_digests(out) == reference
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
@@ -270,13 +273,13 @@ def test_two_claims_of_a_unit_do_not_interfere(
     time.sleep(0.5)
     assert held_units(out) == ["0002.2.held"]
     os.kill(second, signal.SIGCONT)
-    assert [ended(first), ended(second)] == [0, 0]
-    assert tree(out) == reference
+    assert [wait_for_exit_code(first), wait_for_exit_code(second)] == [0, 0]
+    assert file_digests(out) == reference
     assert not out.with_name(".out.qf").exists()
 
 
 # Within the first block, and within the head, which reads what a block has handed on.
-@pytest.mark.parametrize("write", [further(9), further(26), 44])
+@pytest.mark.parametrize("write", [thorough_case(9), thorough_case(26), 44])
 def test_another_process_redoes_the_calibrated_block_of_a_killed_one(
     model: Path, out: Path, calibrated: dict[str, str], start: Start, write: int
 ) -> None:
@@ -284,15 +287,15 @@ def test_another_process_redoes_the_calibrated_block_of_a_killed_one(
         before_call(UnitOutput, "write", write, send(signal.SIGKILL))
         join(model, out, GPTQ)
 
-    assert ended(start(killed)) == -signal.SIGKILL
+    assert wait_for_exit_code(start(killed)) == -signal.SIGKILL
     assert len(held_units(out)) == 1
     join(model, out, GPTQ)
-    assert tree(out) == calibrated
+    assert file_digests(out) == calibrated
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "number"), [(UnitOutput, "write", 9), further(Claim, "finish", 2)]
+    ("owner", "name", "number"), [(UnitOutput, "write", 9), thorough_case(Claim, "finish", 2)]
 )
 def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
     model: Path,
@@ -315,11 +318,11 @@ def test_a_process_that_lost_a_calibrated_block_recomputes_its_rows(
     assert os.WIFSTOPPED(os.waitpid(second, os.WUNTRACED)[1])
     assert held_units(out) == ["0001.2.held"]
     os.kill(first, signal.SIGCONT)
-    assert ended(first) == 0
-    assert tree(out) == calibrated
+    assert wait_for_exit_code(first) == 0
+    assert file_digests(out) == calibrated
     os.kill(second, signal.SIGCONT)
-    assert ended(second) == 0
-    assert tree(out) == calibrated
+    assert wait_for_exit_code(second) == 0
+    assert file_digests(out) == calibrated
     assert leftovers(out) == {"out", "m-errors-0", "m-errors-1"}
 
 
@@ -348,14 +351,14 @@ def test_a_worker_takes_over_the_block_it_waits_for(
     parts: list[str] = []
     join(model, out, GPTQ, progress=lambda done: parts.append(done.part))
     assert [*filter(None, parts)] == ["block 0", "block 1", "head"]
-    assert tree(out) == calibrated
+    assert file_digests(out) == calibrated
     os.kill(child, signal.SIGCONT)
-    assert ended(child) == 0
-    assert tree(out) == calibrated
+    assert wait_for_exit_code(child) == 0
+    assert file_digests(out) == calibrated
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
-@pytest.mark.parametrize("damage", ["changed", further("cut"), "removed"])
+@pytest.mark.parametrize("damage", ["changed", thorough_case("cut"), "removed"])
 def test_damaged_shared_states_are_refused(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -398,14 +401,19 @@ def test_a_single_process_resumes_a_shared_run(
     parts: list[str] = []
     quantize(model, out, recipe, progress=lambda done: parts.append(done.part))
     assert [*filter(None, parts)] == ["block 1", "head"]
-    assert tree(out) == whole(recipe)
+    assert file_digests(out) == whole(recipe)
     assert leftovers(out) == {"out"}
 
 
 # Of plain rounding no block needs what is before it; of GPTQ every one.
 @pytest.mark.parametrize(
     ("recipe", "crashed"),
-    [further(PLAIN, "outer"), further(GPTQ, "outer"), (PLAIN, "block 1"), (GPTQ, "block 0")],
+    [
+        thorough_case(PLAIN, "outer"),
+        thorough_case(GPTQ, "outer"),
+        (PLAIN, "block 1"),
+        (GPTQ, "block 0"),
+    ],
 )
 def test_a_shared_run_keeps_the_work_of_one_process(
     model: Path, out: Path, whole: Callable[[Recipe], dict[str, str]], recipe: Recipe, crashed: str
@@ -428,7 +436,7 @@ def test_a_shared_run_keeps_the_work_of_one_process(
     assert sorted(done) == sorted(order[order.index(crashed) + 1 :])
     kept = order.index(crashed) + 1
     assert notes[0] == f"{kept} of 4 parts are kept, which one process had finished"
-    assert tree(out) == whole(recipe)
+    assert file_digests(out) == whole(recipe)
     assert leftovers(out) == {"out"}
 
 
@@ -442,7 +450,7 @@ def test_a_shared_run_redoes_experts_of_an_unfinished_block(
     notes: list[str] = []
     join(model, out, GPTQ, note=notes.append)
     assert notes[0].startswith("2 of 5 parts")
-    assert tree(out) == tree(tmp_path / "m")
+    assert file_digests(out) == file_digests(tmp_path / "m")
 
 
 def test_foreign_files_in_the_units_directory_are_kept(model: Path, out: Path) -> None:
@@ -464,7 +472,7 @@ def test_units_of_another_run_are_refused_with_a_usable_hint(
 ) -> None:
     """Other processes may work on the run, so that the hint does not suggest to overwrite."""
     other = out.with_name("other")
-    for output, recipe in ((out, PLAIN), (other, swift(scales="absmax", bits=8))):
+    for output, recipe in ((out, PLAIN), (other, fast_recipe(scales="absmax", bits=8))):
         with pytest.raises(StopError):
             join(model, output, recipe, progress=crash_after("block 0"))
     shutil.rmtree(out.parent / UNITS)
@@ -476,7 +484,7 @@ def test_units_of_another_run_are_refused_with_a_usable_hint(
     assert "--overwrite" not in refused.value.hint
     shutil.rmtree(refused.value.hint.partition("rm -r ")[2])
     join(model, out)
-    assert tree(out) == reference
+    assert file_digests(out) == reference
 
 
 def test_joining_a_run_with_a_damaged_journal_is_refused(model: Path, out: Path) -> None:
@@ -494,9 +502,9 @@ def test_joining_a_finished_run_accepts_its_result(
     """A late process finds the result; another recipe is refused."""
     join(model, out)
     join(model, out)
-    assert tree(out) == reference
+    assert file_digests(out) == reference
     with pytest.raises(Exception, match="exists"):
-        join(model, out, swift(scales="absmax", bits=8))
+        join(model, out, fast_recipe(scales="absmax", bits=8))
     assert leftovers(out) == {"out"}
 
 
@@ -505,14 +513,14 @@ def test_joining_with_another_recipe_is_refused(model: Path, out: Path) -> None:
         join(model, out, progress=crash_after("outer"))
     for shared in (True, False):
         with pytest.raises(IntegrityError, match="differs in: bits: "):
-            quantize(model, out, swift(scales="absmax", bits=8), join=shared)
+            quantize(model, out, fast_recipe(scales="absmax", bits=8), join=shared)
     join(model, out)
 
 
 def test_an_overwrite_ends_a_shared_run_of_another_recipe(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, progress=crash_after("outer"))
-    quantize(model, out, swift(scales="absmax", bits=8), overwrite=True)
+    quantize(model, out, fast_recipe(scales="absmax", bits=8), overwrite=True)
     assert leftovers(out) == {"out"}
 
 
@@ -522,10 +530,10 @@ def test_joining_with_another_recipe_keeps_an_interrupted_run(
     with pytest.raises(StopError):
         quantize(model, out, GPTQ, progress=crash_after("block 0"))
     with pytest.raises(IntegrityError, match="differs in: bits: ") as refused:
-        join(model, out, swift("gptq", bits=3))
+        join(model, out, fast_recipe("gptq", bits=3))
     assert refused.value.hint.endswith(f"rm -r {out.with_name('.out.qf')}")
     join(model, out, GPTQ)
-    assert tree(out) == calibrated
+    assert file_digests(out) == calibrated
 
 
 def test_the_hint_about_another_recipe_works(model: Path, out: Path) -> None:
@@ -552,7 +560,7 @@ def test_a_changed_byte_of_a_finished_unit_is_detected(model: Path, out: Path) -
 
 
 def test_a_nan_weight_ends_a_shared_run_without_leftovers(model: Path, out: Path) -> None:
-    source = copied(model, out.parent / "m")
+    source = copy_model(model, out.parent / "m")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
     save_file(weights, source / "model.safetensors", {"format": "pt"})
@@ -564,7 +572,7 @@ def test_a_nan_weight_ends_a_shared_run_without_leftovers(model: Path, out: Path
 @pytest.mark.parametrize(
     ("recipe", "changes", "words"),
     [
-        (swift("gptq", guided_hessians=1), {}, "--guided-hessians"),
+        (fast_recipe("gptq", guided_hessians=1), {}, "--guided-hessians"),
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],
 )
@@ -595,12 +603,12 @@ def test_join_option_on_the_command_line(
     model: Path, out: Path, reference: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("quantize", model, "--scales", "absmax", "--bits", "4", "--join", "-o", out)
-    assert command(capsys, *arguments).code == 0
-    assert tree(out).keys() == reference.keys()
-    again = command(capsys, *arguments)
+    assert run_command(capsys, *arguments).code == 0
+    assert file_digests(out).keys() == reference.keys()
+    again = run_command(capsys, *arguments)
     assert again.code == 0, again.err
     assert "resumed" not in again.err
-    refused = command(capsys, *arguments[:-1], out.with_name("m2"), "--overwrite")
+    refused = run_command(capsys, *arguments[:-1], out.with_name("m2"), "--overwrite")
     assert refused.code == 2
     assert "write to a new directory" in refused.err
 
@@ -650,4 +658,4 @@ def test_a_block_with_unwritable_states_is_not_finished(
     assert done == ["0000"]  # what is outside of the blocks
     assert held_units(out) == []
     join(model, out, GPTQ)
-    assert tree(out) == calibrated
+    assert file_digests(out) == calibrated

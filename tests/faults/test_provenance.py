@@ -19,14 +19,22 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verification.difference import difference
 from tests.conftest import Tiny
-from tests.gguf_exports import NO_DATA
-from tests.runs import StopError, command, copied, quantize, recipe, swift, tree
+from tests.gguf_exports import NO_CALIBRATION
+from tests.runs import (
+    StopError,
+    copy_model,
+    fast_recipe,
+    file_digests,
+    quantize,
+    recipe,
+    run_command,
+)
 
 
 @pytest.fixture(scope="module")
 def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results") / "m"
-    quantize(tiny("llama-wide"), out, swift("gptq", scheme="int4:g32:sym"), provenance=True)
+    quantize(tiny("llama-wide"), out, fast_recipe("gptq", scheme="int4:g32:sym"), provenance=True)
     return out
 
 
@@ -34,15 +42,15 @@ def test_reproduce_rebuilds_a_result_byte_for_byte(result, model):
     report = reproduce(result, str(model), Settings())
     assert report.differing == ()
     assert report.versions == {}
-    assert report.files == len(tree(result)) - 2  # without the manifest and the card
+    assert report.files == len(file_digests(result)) - 2  # without the manifest and the card
 
 
 def test_reproduce_reports_files_that_differ(result, model, tmp_path, capsys):
-    other = copied(result, tmp_path / "m")
+    other = copy_model(result, tmp_path / "m")
     document = json.loads((other / NAME).read_text())
     document["recipe"] = document["recipe"].replace('"gptq"', '"rtn"', 1)
     (other / NAME).write_text(json.dumps(document))
-    ended = command(capsys, "reproduce", other, "--source", model, "--json")
+    ended = run_command(capsys, "reproduce", other, "--source", model, "--json")
     report = json.loads(ended.out)
     assert ended.code == 5
     assert report["schema"] == "quantforge.reproduce/1"
@@ -61,7 +69,7 @@ def test_reproduce_refuses_another_source_before_work(result, tiny, tmp_path):
 def test_reproduce_handles_gguf_results_and_gguf_sources(model, tmp_path):
     """The Modelfile is rebuilt too, and a renamed source file is accepted."""
     file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
-    plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
+    plain = {"format": "gguf", "scales": "absmax", "calibration": NO_CALIBRATION}
     quantize(model, file, recipe(type="BF16", **plain), modelfile=True, provenance=True)
     report = reproduce(file, str(model))
     assert (report.files, report.differing) == (4, ())
@@ -72,7 +80,7 @@ def test_reproduce_handles_gguf_results_and_gguf_sources(model, tmp_path):
     (tmp_path / "a.Modelfile").write_text("FROM ./other.gguf\n")
     edited = reproduce(file, str(model))
     assert edited.differing == edited.edited == ("a.Modelfile",)
-    quantize(file, out, recipe(scheme="int4:g32:sym", calibration=NO_DATA))
+    quantize(file, out, recipe(scheme="int4:g32:sym", calibration=NO_CALIBRATION))
     file.rename(moved)
     assert reproduce(out, str(moved)).differing == ()
     again = Recipe(method="rtn", type="Q8_0", **plain)
@@ -91,32 +99,32 @@ def test_diff_names_recipe_tensor_and_file_differences(result, model, tmp_path, 
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in differences.tensors} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # fmt: skip
     assert all(10 < value < 30 for value in differences.tensors.values())
-    ended = command(capsys, "diff", result, tmp_path / "m", "--json")
+    ended = run_command(capsys, "diff", result, tmp_path / "m", "--json")
     assert ended.code == 5
     assert json.loads(ended.out)["equal"] is False
 
 
 def test_diff_of_a_copy_is_equal(result, tmp_path, capsys):
-    again = copied(result, tmp_path / "again")
+    again = copy_model(result, tmp_path / "again")
     differences = difference(result, again)
     assert differences.equal
     assert all(value == math.inf for value in differences.tensors.values())
-    assert command(capsys, "diff", result, again).code == 0
+    assert run_command(capsys, "diff", result, again).code == 0
 
 
 def test_diff_reports_an_edited_configuration_but_not_the_card(result, tmp_path, capsys):
-    again = copied(result, tmp_path / "again")
+    again = copy_model(result, tmp_path / "again")
     (again / "README.md").write_text("figures")
-    assert command(capsys, "diff", result, again).code == 0
+    assert run_command(capsys, "diff", result, again).code == 0
     config = json.loads((again / "config.json").read_text())
     (again / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
-    ended = command(capsys, "diff", result, again)
+    ended = run_command(capsys, "diff", result, again)
     assert ended.code == 5
     assert "differs: the file config.json" in ended.out
 
 
 def test_diff_accepts_a_recipe_without_one_field(result, tmp_path):
-    again = copied(result, tmp_path / "again")
+    again = copy_model(result, tmp_path / "again")
     document = json.loads((again / NAME).read_text())
     lacking = document["recipe"].replace("tune = 0\n", "")
     assert lacking != document["recipe"]
@@ -133,10 +141,10 @@ def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):
     api.export(model, out=first, format="gguf", bits=8)
     written = first.read_bytes()
     second.write_bytes(written)
-    assert command(capsys, "diff", first, second).code == 0
+    assert run_command(capsys, "diff", first, second).code == 0
     assert written.count(b"damping = 0.01") == 1
     second.write_bytes(written.replace(b"damping = 0.01", b"damping = 0.02"))
-    ended = command(capsys, "diff", first, second)
+    ended = run_command(capsys, "diff", first, second)
     assert ended.code == 5
     assert "differs: the file b.gguf" in ended.out
 
@@ -149,13 +157,13 @@ def test_diff_handles_zero_nan_and_infinite_tensors(first, second, model, tmp_pa
     differences = difference(*changed)
     assert set(differences.tensors.values()) == {-math.inf}
     assert not differences.equal
-    assert command(capsys, "diff", *changed).code == 5
+    assert run_command(capsys, "diff", *changed).code == 5
     assert all(difference(each, each).equal for each in changed)
 
 
 def copy_with_norm(model: Path, out: Path, value: float) -> Path:
     """Return a copy of a model whose last norm is one value."""
-    shard = copied(model, out) / "model.safetensors"
+    shard = copy_model(model, out) / "model.safetensors"
     tensors = load_file(shard)
     tensors["model.norm.weight"].fill_(value)
     save_file(tensors, shard, {"format": "pt"})
@@ -164,10 +172,10 @@ def copy_with_norm(model: Path, out: Path, value: float) -> Path:
 
 @pytest.mark.parametrize("text", ["scheme =", "ignore = " + 1500 * "["])
 def test_a_manifest_whose_recipe_is_damaged_is_refused(text, result, tmp_path, capsys):
-    damaged = copied(result, tmp_path / "damaged")
+    damaged = copy_model(result, tmp_path / "damaged")
     document = json.loads((damaged / NAME).read_text()) | {"recipe": text}
     (damaged / NAME).write_text(json.dumps(document))
-    ended = command(capsys, "diff", result, damaged)
+    ended = run_command(capsys, "diff", result, damaged)
     assert ended.code == 3
     assert "the recipe of its manifest: not TOML" in ended.err
 
@@ -176,7 +184,9 @@ def test_provenance_lists_the_digest_of_every_file(result, model):
     statement = json.loads((result / STATEMENT).read_text())
     bill = json.loads((result / BILL).read_text())
     unlisted = {STATEMENT, BILL, NAME}
-    expected = {name: digest for name, digest in tree(result).items() if name not in unlisted}
+    expected = {
+        name: digest for name, digest in file_digests(result).items() if name not in unlisted
+    }
     subjects = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
     assert subjects == expected
     (ancestor,) = bill["metadata"]["component"]["pedigree"]["ancestors"]
@@ -205,7 +215,7 @@ def test_a_repeated_publication_lists_the_same_files(model, out, monkeypatch):
         with pytest.raises(StopError):
             quantize(model, out, recipe(bits=8), provenance=True)
     assert quantize(model, out, recipe(bits=8), provenance=True).resumed
-    assert tree(out) == tree(plain)
+    assert file_digests(out) == file_digests(plain)
 
 
 def raise_stop(stage: Stage) -> None:
@@ -215,7 +225,9 @@ def raise_stop(stage: Stage) -> None:
 def test_a_missing_or_damaged_manifest_is_named(model, tmp_path, capsys):
     """The manifest of a file has another name than in a directory; the hint points at that of a renamed file."""
     file = tmp_path / "a.gguf"
-    quantize(model, file, recipe(format="gguf", type="BF16", scales="absmax", calibration=NO_DATA))
+    quantize(
+        model, file, recipe(format="gguf", type="BF16", scales="absmax", calibration=NO_CALIBRATION)
+    )
     file.rename(tmp_path / "b.gguf")
     with pytest.raises(InputError, match=r"no b\.gguf\.quantforge\.json beside it") as refused:
         reproduce(tmp_path / "b.gguf", str(model))
@@ -225,7 +237,7 @@ def test_a_missing_or_damaged_manifest_is_named(model, tmp_path, capsys):
     side.write_text(side.read_text()[:-9])
     with pytest.raises(InputError, match=r"a\.gguf\.quantforge\.json: it is damaged"):
         reproduce(file, str(model))
-    assert "manifest: damaged" in command(capsys, "inspect", file).out
-    assert json.loads(command(capsys, "inspect", file, "--json").out)["provenance"].keys() == {
+    assert "manifest: damaged" in run_command(capsys, "inspect", file).out
+    assert json.loads(run_command(capsys, "inspect", file, "--json").out)["provenance"].keys() == {
         "manifest"
     }

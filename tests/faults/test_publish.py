@@ -24,7 +24,7 @@ from quantforge.errors import (
 from quantforge.files.disk import DISK
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.stage import Stage
-from tests.releases import FAST, beside, content, fill, make
+from tests.releases import NO_FSYNC_DISK, make, read_release, sibling_names, stage_release
 
 # --- publishing -----------------------------------------------------------------------------------
 
@@ -32,20 +32,20 @@ from tests.releases import FAST, beside, content, fill, make
 def test_an_output_appears_only_when_complete(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Stage(out, overwrite=False) as stage:
-        fill(stage, "new")
+        stage_release(stage, "new")
         assert not out.exists()
         stage.publish()
-        assert len(content(out)) == 5
-    assert beside(out) == set()
+        assert len(read_release(out)) == 5
+    assert sibling_names(out) == set()
 
 
 def test_overwrite_removes_all_files_of_the_old_result(tmp_path: Path) -> None:
     out = tmp_path / "out"
     make(out, "old")
     make(out, "new")
-    assert content(out)["config.json"] == b"new"
-    assert len(content(out)) == 5
-    assert beside(out) == set()
+    assert read_release(out)["config.json"] == b"new"
+    assert len(read_release(out)) == 5
+    assert sibling_names(out) == set()
 
 
 def test_a_stage_outlives_an_error_and_can_be_discarded(tmp_path: Path) -> None:
@@ -60,27 +60,27 @@ def test_a_stage_outlives_an_error_and_can_be_discarded(tmp_path: Path) -> None:
         interrupted()
     with Stage(out, overwrite=False) as stage:
         assert not stage.empty
-        assert content(stage.path) == {"journal": b"1"}
+        assert read_release(stage.path) == {"journal": b"1"}
         stage.clear()
         assert stage.empty
         stage.discard()
         stage.discard()
     with Stage(out, overwrite=False) as stage:
         assert stage.empty
-    assert beside(out) == set()
+    assert sibling_names(out) == set()
 
 
 def test_stale_stage_files_do_not_reach_the_output(tmp_path: Path) -> None:
-    make(tmp_path / "expected", "new", FAST)
+    make(tmp_path / "expected", "new", NO_FSYNC_DISK)
     with Stage(tmp_path / "out", overwrite=False) as stage:
-        for name in content(tmp_path / "expected"):
+        for name in read_release(tmp_path / "expected"):
             (stage.path / name).parent.mkdir(exist_ok=True)
             (stage.path / name).write_bytes(b"?" * 5000)
             if not name.endswith((".safetensors", MANIFEST)):
                 (stage.path / f"{name}.part").write_bytes(b"?" * 5000)
-        fill(stage, "new")
+        stage_release(stage, "new")
         stage.publish()
-    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert read_release(tmp_path / "out") == read_release(tmp_path / "expected")
 
 
 def test_files_are_synced_before_the_output_is_renamed(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_files_are_synced_before_the_output_is_renamed(tmp_path: Path) -> None:
     stage = ".out.qf/stage"
     published = log.index(("rename", "out"))
     assert log[published + 1] == ("sync", ".")
-    for name in content(tmp_path / "out"):
+    for name in read_release(tmp_path / "out"):
         synced = name if name.endswith(".safetensors") else f"{name}.part"
         assert log.index(("sync", f"{stage}/{synced}")) < published
     for folder in (stage, f"{stage}/additional_chat_templates"):
@@ -111,7 +111,7 @@ def test_files_are_synced_before_the_output_is_renamed(tmp_path: Path) -> None:
 def test_the_lock_records_the_publication_before_the_swap(tmp_path: Path) -> None:
     """After a power failure the lock distinguishes the replaced result in the stage from work to resume."""
     out, lock = tmp_path / "out", tmp_path / ".out.qf/lock"
-    make(out, "old", FAST)
+    make(out, "old", NO_FSYNC_DISK)
     durable = {"lock": b"", "swaps": 0}
 
     def fsync(descriptor: int) -> None:
@@ -126,7 +126,7 @@ def test_the_lock_records_the_publication_before_the_swap(tmp_path: Path) -> Non
 
     make(out, "new", replace(DISK, fsync=fsync, exchange=exchange))
     assert durable["swaps"] == 1
-    assert content(out)["config.json"] == b"new"
+    assert read_release(out)["config.json"] == b"new"
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ def test_the_lock_records_the_publication_before_the_swap(tmp_path: Path) -> Non
 def refusal_text(
     out: Path, overwrite: bool, kind: type[QuantForgeError], source: Path | None
 ) -> str:
-    before = content(out) if out.is_dir() else None
+    before = read_release(out) if out.is_dir() else None
     with pytest.raises(kind) as caught, Stage(out, overwrite, source):
         pass
-    assert before is None or content(out) == before
+    assert before is None or read_release(out) == before
     assert caught.value.hint
     return f"{caught.value.message} | {caught.value.hint}"
 
@@ -148,7 +148,7 @@ def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
     out.mkdir()
     assert "--overwrite" in refusal_text(out, False, RefusedError, None)
     with Stage(out, overwrite=True) as stage:  # an empty directory may be replaced
-        fill(stage, "old")
+        stage_release(stage, "old")
         stage.publish()
     assert "--overwrite" in refusal_text(out, False, RefusedError, None)
     (out / MANIFEST).unlink()
@@ -159,7 +159,7 @@ def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
     for overwrite in (False, True):
         assert "is a file" in refusal_text(file, overwrite, RefusedError, None)
         assert "is a link" in refusal_text(link, overwrite, RefusedError, None)
-    assert not [name for name in beside(out) if name.endswith("stage")]
+    assert not [name for name in sibling_names(out) if name.endswith("stage")]
 
 
 @pytest.mark.parametrize("location", ["model", "model/out", "model/a/../out", ".", "link"])
@@ -194,18 +194,18 @@ def test_output_names_with_spaces_work(tmp_path: Path) -> None:
     out = tmp_path / "a b ü"
     make(out, "old")
     make(out, "new")
-    assert content(out)["config.json"] == b"new"
+    assert read_release(out)["config.json"] == b"new"
 
 
 def test_an_output_created_during_the_run_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Stage(out, overwrite=False) as stage:
-        fill(stage, "new")
+        stage_release(stage, "new")
         out.mkdir()
         (out / "precious").touch()
         with pytest.raises(RefusedError, match="exists"):
             stage.publish()
-    assert content(out) == {"precious": b""}
+    assert read_release(out) == {"precious": b""}
 
 
 def test_a_file_system_without_swap_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_file_system_without_swap_is_refused_before_the_work(tmp_path: Path) -
         pass
     assert "rm -r" in caught.value.hint
     make(tmp_path / "fresh", "new", disk)
-    assert content(out)["config.json"] == b"old"
+    assert read_release(out)["config.json"] == b"old"
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "", ".", "a/../../x", "a\\b", "x\0"])
@@ -228,7 +228,7 @@ def test_files_stay_inside_of_the_stage(tmp_path: Path, name: str) -> None:
     with Stage(tmp_path / "out", overwrite=False) as stage:
         with pytest.raises(ValueError, match="no place inside"):
             stage.write_file(name, b"x")
-        assert content(stage.path) == {}
+        assert read_release(stage.path) == {}
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_copies_are_exact_and_follow_no_links_out(tmp_path: Path) -> None:
         stage.copy_file(model / relative, relative, model)
         with pytest.raises(InputError, match="is a link to"):
             stage.copy_file(model / "NOTICE", "NOTICE")
-        assert content(stage.path) == {"LICENSE": data, relative: data}
+        assert read_release(stage.path) == {"LICENSE": data, relative: data}
         assert not (stage.path / relative).is_symlink()
         assert os.access(stage.path / "LICENSE", os.W_OK)
 

@@ -14,24 +14,32 @@ import pytest
 from quantforge.errors import RefusedError, ResourceError
 from quantforge.files.disk import DISK
 from quantforge.files.stage import Stage
-from tests.releases import FAST, Failing, beside, content, fill, full, make
+from tests.releases import (
+    NO_FSYNC_DISK,
+    FailingDisk,
+    make,
+    os_error,
+    read_release,
+    sibling_names,
+    stage_release,
+)
 
 # --- the disk fails -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_failed_disk_call_leaves_the_old_or_new_output(tmp_path: Path, existing: bool) -> None:
-    make(tmp_path / "expected", "new", FAST)
-    expected = content(tmp_path / "expected")
+    make(tmp_path / "expected", "new", NO_FSYNC_DISK)
+    expected = read_release(tmp_path / "expected")
     outcomes = []
     for at in range(1, 1000):
         out = tmp_path / f"{at}/out"
         out.parent.mkdir()
         if existing:
-            make(out, "old", FAST)
-        old = content(out) if existing else None
+            make(out, "old", NO_FSYNC_DISK)
+        old = read_release(out) if existing else None
         code = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)[at % 4]
-        failing = Failing(at, full(code))
+        failing = FailingDisk(at, os_error(code))
         try:
             make(out, "new", failing.disk())
         except (ResourceError, RefusedError) as error:
@@ -44,12 +52,12 @@ def test_a_failed_disk_call_leaves_the_old_or_new_output(tmp_path: Path, existin
             assert os.strerror(code) in failure.message
             assert "bytes needed" in failure.message
             assert "free" in failure.message
-        state = content(out) if out.exists() else None
+        state = read_release(out) if out.exists() else None
         assert state in (old, expected)
         outcomes.append(state == expected)
-        make(out, "new", FAST)  # the same command again
-        assert content(out) == expected
-        assert beside(out) == set()
+        make(out, "new", NO_FSYNC_DISK)  # the same command again
+        assert read_release(out) == expected
+        assert sibling_names(out) == set()
     assert failing.count < at, "no failure is swallowed"
     assert len(outcomes) > 20
     assert outcomes == [False] * (at - 2) + [True], "only the last sync comes after the rename"
@@ -59,7 +67,7 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     make(tmp_path / "expected", "new")
     halves = replace(DISK, pwrite=lambda d, data, at: os.pwrite(d, data[: len(data) // 2 + 1], at))
     make(tmp_path / "out", "new", halves)
-    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert read_release(tmp_path / "out") == read_release(tmp_path / "expected")
     stuck = replace(DISK, pwrite=lambda d, data, at: 0)
     with pytest.raises(ResourceError, match="No space left"):
         make(tmp_path / "other", "new", stuck)
@@ -140,13 +148,13 @@ def test_a_kill_at_any_call_leaves_the_old_or_new_output(tmp_path: Path) -> None
         for at in range(1, 60):
             (directory / f"{at}").mkdir(parents=True)
             if directory.name == "existing":
-                make(directory / f"{at}/out", "old", FAST)
+                make(directory / f"{at}/out", "old", NO_FSYNC_DISK)
     command = [sys.executable, "-c", KILLED, *map(str, directories)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)
-    make(tmp_path / "expected", "new", FAST)
-    make(tmp_path / "old", "old", FAST)
-    expected, old = content(tmp_path / "expected"), content(tmp_path / "old")
+    make(tmp_path / "expected", "new", NO_FSYNC_DISK)
+    make(tmp_path / "old", "old", NO_FSYNC_DISK)
+    expected, old = read_release(tmp_path / "expected"), read_release(tmp_path / "old")
     for directory, calls in zip(directories, done.stdout.split(), strict=True):
         check_killed(directory, int(calls), old if directory.name == "existing" else None, expected)
 
@@ -159,15 +167,17 @@ def check_killed(
     states = []
     for at in range(1, calls):
         out = directory / f"{at}/out"
-        state = content(out) if out.exists() else None
+        state = read_release(out) if out.exists() else None
         states.append(state == expected)
         assert state in (old, expected)
         with Stage(out, overwrite=True) as stage:
-            assert content(stage.path).get("config.json") != b"old", "no stage of an old release"
-            fill(stage, "new", FAST)
+            assert read_release(stage.path).get("config.json") != b"old", (
+                "no stage of an old release"
+            )
+            stage_release(stage, "new", NO_FSYNC_DISK)
             stage.publish()
-        assert content(out) == expected
-        assert beside(out) == set()
+        assert read_release(out) == expected
+        assert sibling_names(out) == set()
     assert states == sorted(states)
     assert states[-1], "the last kill came after the rename"
     assert not states[0]

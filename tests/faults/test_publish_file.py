@@ -15,9 +15,9 @@ from quantforge.errors import RefusedError
 from quantforge.files.disk import DISK, Disk
 from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.stage import FileStage, Stage
-from tests.releases import FAST, Failing, manifest_of, text_of
-from tests.runs import quantize, recipe, tree
-from tests.thorough import each_value
+from tests.releases import NO_FSYNC_DISK, FailingDisk, manifest_of, release_text
+from tests.runs import file_digests, quantize, recipe
+from tests.thorough import parametrize_each_value
 
 ONE_FILE = ("m.gguf",)
 TWO_FILES = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
@@ -32,7 +32,7 @@ def kill() -> None:
     raise KilledError
 
 
-def make(out: Path, names: tuple[str, ...], text: str, disk: Disk = FAST) -> None:
+def make(out: Path, names: tuple[str, ...], text: str, disk: Disk = NO_FSYNC_DISK) -> None:
     with FileStage(out, overwrite=True, disk=disk) as stage:
         for name in (*names, "m.Modelfile"):
             stage.write_file(name, text.encode())
@@ -42,13 +42,13 @@ def make(out: Path, names: tuple[str, ...], text: str, disk: Disk = FAST) -> Non
 
 def visible(out: Path) -> dict[str, str]:
     return {
-        path.name: text_of(path.read_text())
+        path.name: release_text(path.read_text())
         for path in out.parent.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
 
 
-@each_value(("new", [ONE_FILE, TWO_FILES]), ("old", [(), ONE_FILE, THREE_FILES]))
+@parametrize_each_value(("new", [ONE_FILE, TWO_FILES]), ("old", [(), ONE_FILE, THREE_FILES]))
 def test_the_next_run_finishes_a_publication_killed_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: tuple[str, ...], new: tuple[str, ...]
 ) -> None:
@@ -60,7 +60,7 @@ def test_the_next_run_finishes_a_publication_killed_at_any_call(
         if old:
             make(out, old, "old")
         earlier = visible(out)
-        failing = Failing(at, kill)
+        failing = FailingDisk(at, kill)
         disk = replace(failing.disk(), fsync=failing.wrap(lambda descriptor: None))
         try:
             with monkeypatch.context() as patch:
@@ -74,7 +74,7 @@ def test_the_next_run_finishes_a_publication_killed_at_any_call(
         side = files.get(f"m.gguf{MANIFEST_SUFFIX}")
         assert {text for name, text in files.items() if "gguf" in name} <= {side or "new", "old"}
         assert side is None or len({files[name] for name in files if ".gguf" in name}) == 1
-        with suppress(RefusedError), FileStage(out, overwrite=False, disk=FAST) as stage:
+        with suppress(RefusedError), FileStage(out, overwrite=False, disk=NO_FSYNC_DISK) as stage:
             stage.clear()
         after.append(visible(out))
         assert after[-1] in (earlier, complete)
@@ -155,7 +155,7 @@ RECIPES = {
 
 
 # Of ``another``: whether another command comes between.
-@each_value(("name", KILLS), ("another", [True, False]))
+@parametrize_each_value(("name", KILLS), ("another", [True, False]))
 def test_repeating_a_command_after_a_late_kill_finds_the_result(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, another: bool
 ) -> None:
@@ -172,7 +172,9 @@ def test_repeating_a_command_after_a_late_kill_finds_the_result(
     again = quantize(model, out, recipe)
     assert again.resumed
     assert len(again.events) == len((manifest.read_manifest(out) or {})["events"])
-    files = {path: digest for path, digest in tree(tmp_path).items() if path[:6] != "plain/"}
-    assert files == tree(plain.parent)
+    files = {
+        path: digest for path, digest in file_digests(tmp_path).items() if path[:6] != "plain/"
+    }
+    assert files == file_digests(plain.parent)
     with pytest.raises(RefusedError, match="exists"):
         quantize(model, out, recipe)

@@ -10,7 +10,7 @@ import pytest
 
 from quantforge.artifacts import manifest
 from quantforge.formats.gguf.parsing import read_gguf
-from tests.runs import ROWS, command, copied, tree
+from tests.runs import CALIBRATION_ARGUMENTS, copy_model, file_digests, run_command
 
 TEXT = "the weights of the model are rounded to the nearest point of the grid, row by row\n" * 60
 LINES = "".join(json.dumps({"body": f"{number} {TEXT[:400]}"}) + "\n" for number in range(20))
@@ -25,7 +25,7 @@ def workdir(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "telltale-scratch"))
     work = tmp_path / "telltale-work"
     monkeypatch.chdir(work)
-    source = copied(model, work / "wren")
+    source = copy_model(model, work / "wren")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(
         json.dumps(config | {"_name_or_path": str(work / "before")})
@@ -42,8 +42,8 @@ def files_with_paths(folder: Path) -> list[str]:
             if path.is_file() and b"telltale-" in path.read_bytes()]  # fmt: skip
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
-    ended = command(capsys, *words)
+def run_and_check_code(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    ended = run_command(capsys, *words)
     assert ended.code == code, ended.err
     return ended.out + ended.err
 
@@ -53,9 +53,11 @@ def test_no_written_file_contains_a_local_path(workdir, capsys):
     texts, out = workdir / "texts", workdir.parent / "out"
     (out / "h").mkdir(parents=True)
     source = f"{texts / 'talks.txt'}=3,{texts / 'mails.jsonl'}:body"
-    typed = ("--calibration", source, *ROWS, "--provenance")
-    run_command(capsys, "quantize", workdir / "wren", "--method", "gptq", "-o", out / "a", *typed)
-    run_command(
+    typed = ("--calibration", source, *CALIBRATION_ARGUMENTS, "--provenance")
+    run_and_check_code(
+        capsys, "quantize", workdir / "wren", "--method", "gptq", "-o", out / "a", *typed
+    )
+    run_and_check_code(
         capsys,
         "quantize",
         workdir / "wren",
@@ -66,7 +68,7 @@ def test_no_written_file_contains_a_local_path(workdir, capsys):
         out / "b.gguf",
         *typed,
     )
-    run_command(
+    run_and_check_code(
         capsys,
         "quantize",
         workdir / "wren",
@@ -78,10 +80,10 @@ def test_no_written_file_contains_a_local_path(workdir, capsys):
         out / "c.gguf",
         *typed,
     )
-    run_command(
+    run_and_check_code(
         capsys, "quantize", workdir / "wren", "--imatrix", out / "i.dat", "-o", out / "d", *typed
     )
-    run_command(
+    run_and_check_code(
         capsys,
         "export",
         out / "a",
@@ -92,7 +94,7 @@ def test_no_written_file_contains_a_local_path(workdir, capsys):
         "--allow-inexact",
         "--provenance",
     )
-    run_command(
+    run_and_check_code(
         capsys,
         "export",
         out / "a",
@@ -102,11 +104,11 @@ def test_no_written_file_contains_a_local_path(workdir, capsys):
         texts / "talks.txt",
         "--allow-inexact",
     )
-    run_command(capsys, "export", workdir / "wren", "--format", "plain", "-o", out / "g")
+    run_and_check_code(capsys, "export", workdir / "wren", "--format", "plain", "-o", out / "g")
     reports = [word for kind in ("md", "html", "json") for word in ("--report", out / f"r.{kind}")]
-    run_command(capsys, "eval", workdir / "wren", out / "a", out / "c.gguf", "--text", texts / "talks.txt",
+    run_and_check_code(capsys, "eval", workdir / "wren", out / "a", out / "c.gguf", "--text", texts / "talks.txt",
         "--windows", "2", "--length", "32", "--no-speed", *reports)  # fmt: skip
-    run_command(
+    run_and_check_code(
         capsys,
         "reproduce",
         out / "a",
@@ -136,63 +138,86 @@ def test_the_location_of_the_calibration_text_changes_no_byte(workdir, capsys):
     for folder in ("x", "y"):
         (workdir / folder).mkdir()
         shutil.copy(workdir / "texts" / "talks.txt", workdir / folder / "talks.txt")
-        run_command(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", f"{folder}/m",
+        run_and_check_code(capsys, "quantize", "wren", "--method", "gptq", *CALIBRATION_ARGUMENTS, "-o", f"{folder}/m",
             "--calibration", f"{folder}/talks.txt")  # fmt: skip
-    assert tree(workdir / "x" / "m") == tree(workdir / "y" / "m")
+    assert file_digests(workdir / "x" / "m") == file_digests(workdir / "y" / "m")
 
 
 def test_reproduce_needs_the_same_calibration_text(workdir, capsys):
     text = workdir / "texts" / "talks.txt"
-    run_command(
-        capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "m", "--calibration", text
+    run_and_check_code(
+        capsys,
+        "quantize",
+        "wren",
+        "--method",
+        "gptq",
+        *CALIBRATION_ARGUMENTS,
+        "-o",
+        "m",
+        "--calibration",
+        text,
     )
     again = ("reproduce", "m", "--source", "wren")
-    output = run_command(capsys, *again, code=3)
+    output = run_and_check_code(capsys, *again, code=3)
     assert (
         f"--calibration 'talks.txt', with the paths of its files here: SHA-256 {manifest.sha256(text, None)}"
         in output
     )
     other = workdir / "renamed.md"
     shutil.copy(text, other)
-    assert "byte for byte" in run_command(capsys, *again, "--calibration", other)
+    assert "byte for byte" in run_and_check_code(capsys, *again, "--calibration", other)
     other.write_text(TEXT + "x")
-    assert "not the content that the recipe states" in run_command(
+    assert "not the content that the recipe states" in run_and_check_code(
         capsys, *again, "--calibration", other, code=5
     )
-    run_command(capsys, *again, "--calibration", f"{text}=2,builtin=1", code=5)
-    run_command(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "n")
-    assert "leave --calibration out" in run_command(
+    run_and_check_code(capsys, *again, "--calibration", f"{text}=2,builtin=1", code=5)
+    run_and_check_code(
+        capsys, "quantize", "wren", "--method", "gptq", *CALIBRATION_ARGUMENTS, "-o", "n"
+    )
+    assert "leave --calibration out" in run_and_check_code(
         capsys, "reproduce", "n", *again[2:], "--calibration", text, code=2
     )
 
 
 def test_reproduce_checks_the_digest_of_the_imatrix(workdir, capsys):
-    arguments = ("quantize", "wren", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "m.gguf", *ROWS)
-    run_command(capsys, *arguments)
+    arguments = (
+        "quantize",
+        "wren",
+        "--type",
+        "Q4_0",
+        "--imatrix",
+        "i.gguf",
+        "-o",
+        "m.gguf",
+        *CALIBRATION_ARGUMENTS,
+    )
+    run_and_check_code(capsys, *arguments)
     again = ("reproduce", "m.gguf", "--source", "wren")
     digest = manifest.sha256(workdir / "i.gguf", None)
-    assert f"--imatrix FILE, of SHA-256 {digest}" in run_command(capsys, *again, code=3)
-    assert "byte for byte" in run_command(capsys, *again, "--imatrix", "i.gguf")
+    assert f"--imatrix FILE, of SHA-256 {digest}" in run_and_check_code(capsys, *again, code=3)
+    assert "byte for byte" in run_and_check_code(capsys, *again, "--imatrix", "i.gguf")
     (workdir / "i.gguf").rename(workdir / "j.gguf")
     other = ("--imatrix", "i.gguf", "--calibration", "texts/talks.txt")
-    run_command(capsys, "quantize", "wren", "--type", "Q4_0", *other, "-o", "n.gguf", *ROWS)
-    assert "not the content" in run_command(capsys, *again, "--imatrix", "i.gguf", code=5)
+    run_and_check_code(
+        capsys, "quantize", "wren", "--type", "Q4_0", *other, "-o", "n.gguf", *CALIBRATION_ARGUMENTS
+    )
+    assert "not the content" in run_and_check_code(capsys, *again, "--imatrix", "i.gguf", code=5)
 
 
 def test_requantizing_export_checks_the_calibration_text(workdir, capsys):
-    run_command(
+    run_and_check_code(
         capsys,
         "quantize",
         "wren",
         "--method",
         "gptq",
-        *ROWS,
+        *CALIBRATION_ARGUMENTS,
         "-o",
         "m",
         "--calibration",
         "texts/talks.txt",
     )
     again = ("export", "m", "--type", "Q4_0", "--source", "wren", "-o", "n.gguf")
-    assert "SHA-256" in run_command(capsys, *again, code=3)
-    run_command(capsys, *again, "--calibration", "texts/mails.jsonl:body", code=5)
-    run_command(capsys, *again, "--calibration", "texts/talks.txt")
+    assert "SHA-256" in run_and_check_code(capsys, *again, code=3)
+    run_and_check_code(capsys, *again, "--calibration", "texts/mails.jsonl:body", code=5)
+    run_and_check_code(capsys, *again, "--calibration", "texts/talks.txt")

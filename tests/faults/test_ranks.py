@@ -21,21 +21,21 @@ from quantforge.errors import UsageError
 from quantforge.settings import under_torchrun
 from tests.releases import TWO_VARIANTS
 from tests.runs import (
-    ROWS,
+    CALIBRATION_ARGUMENTS,
     StopError,
-    command,
     crash_after,
-    ended,
-    forked,
+    fast_recipe,
+    file_digests,
+    fork_child,
     leftovers,
     quantize,
-    swift,
-    tree,
+    run_command,
+    wait_for_exit_code,
 )
 
 STARTED = "TORCHELASTIC_RUN_ID"
 ROOT = Path(__file__).parents[2]
-OPTIONS = ("--method", "gptq", "--bits", "4", "--lm-head", "int8:row", *ROWS)
+OPTIONS = ("--method", "gptq", "--bits", "4", "--lm-head", "int8:row", *CALIBRATION_ARGUMENTS)
 
 
 def torchrun(words: tuple[object, ...], count: int, errors: Path) -> int:
@@ -56,7 +56,7 @@ def torchrun(words: tuple[object, ...], count: int, errors: Path) -> int:
         except ChildFailedError as failed:
             raise SystemExit(1) from failed
 
-    return forked(launch, errors)
+    return fork_child(launch, errors)
 
 
 def rank(words: tuple[object, ...], log_directory: Path, number: int) -> int:
@@ -68,7 +68,7 @@ def rank(words: tuple[object, ...], log_directory: Path, number: int) -> int:
         sys.stdout = log_directory.joinpath(f"out-{number}").open("w")
         main()
 
-    return forked(work, log_directory / f"errors-{number}")
+    return fork_child(work, log_directory / f"errors-{number}")
 
 
 def children(process: int) -> list[int]:
@@ -82,7 +82,7 @@ def children(process: int) -> list[int]:
 def test_a_run_resumes_with_more_ranks_after_one_dies(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
+    assert run_command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
     words, errors = ("quantize", model, *OPTIONS, "--json", "-o", out), out.with_name("m.errors")
     first = torchrun(words, 2, errors)
     units = out.parent / ".out.qf/units"
@@ -92,16 +92,16 @@ def test_a_run_resumes_with_more_ranks_after_one_dies(
         assert time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(children(first)[0], signal.SIGKILL)
-    assert ended(first) == 1, errors.read_text()
+    assert wait_for_exit_code(first) == 1, errors.read_text()
     errors.unlink()
     log_directory = out.with_name("m.output")
     log_directory.mkdir()
     again = [rank(words, log_directory, number) for number in range(3)]
-    assert [ended(child) for child in again] == [0, 0, 0]
+    assert [wait_for_exit_code(child) for child in again] == [0, 0, 0]
     outputs = [log_directory.joinpath(f"out-{number}").read_text() for number in range(3)]
     assert [text.count("quantforge.quantize/2") for text in outputs] == [1, 0, 0]
     shutil.rmtree(log_directory)
-    assert tree(out) == tree(out.with_name("m"))
+    assert file_digests(out) == file_digests(out.with_name("m"))
     assert leftovers(out) == {"out"}
 
 
@@ -110,10 +110,10 @@ def test_ranks_with_options_of_another_run_are_refused(
 ) -> None:
     for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    recipe = swift("gptq", bits=3)
+    recipe = fast_recipe("gptq", bits=3)
     with pytest.raises(StopError):
         quantize(model, out, recipe, join=True, progress=crash_after("outer"))
-    refused = command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)
+    refused = run_command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)
     assert refused.code == 5
     assert "bits: 3 there, 4 here" in refused.err + refused.out
     assert "when no process works on it any more" in refused.err + refused.out
@@ -145,7 +145,7 @@ def test_the_slurm_array_example_matches_a_single_release(
     assert [task.wait() for task in tasks] == [0, 0]
     alone = out.with_name("m")
     subprocess.run([program, "release", spec, "-o", alone], env=environment, cwd=ROOT, check=True)
-    assert tree(out) == tree(alone)
+    assert file_digests(out) == file_digests(alone)
 
 
 def test_each_rank_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_verbs_that_ranks_cannot_share_are_refused(
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match="share nothing of 'eval'"):
         processes.check_ranks(["eval"])
-    refused = command(capsys, "inspect", model)
+    refused = run_command(capsys, "inspect", model)
     assert refused.code == 2
     assert "torchrun is for quantize" in refused.err
 
@@ -180,9 +180,9 @@ def test_two_ranks_generate_the_answer_of_one_process(
 ) -> None:
     """Each of two processes holds half of the packed weights; the answer equals that of one, printed once."""
     arguments = ("--method", "rtn", "--scheme", "int4:g32:sym", "-o", out)
-    assert command(capsys, "quantize", model, *arguments).code == 0
+    assert run_command(capsys, "quantize", model, *arguments).code == 0
     words = ("generate", out, "the weights of", "--max-tokens", "8", "--json")
-    alone = json.loads(command(capsys, *words).out)
+    alone = json.loads(run_command(capsys, *words).out)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     shared = subprocess.run(
         [*launch, "--standalone", "-m", "tests.choices", *words],
@@ -199,7 +199,7 @@ def test_two_ranks_generate_the_answer_of_one_process(
         (("generate", out), "no terminal and no standard input in common"),
         (("generate", out, "x", "--draft", "ngram"), "share one model"),
     ):
-        refused = command(capsys, *more)
+        refused = run_command(capsys, *more)
         assert refused.code == 2
         assert message in refused.err
 
@@ -220,10 +220,10 @@ def test_an_error_of_all_ranks_is_printed_once(
         ):
             monkeypatch.setenv(name, value)
         results += [
-            command(capsys, "generate", out, "x"),
-            command(capsys, "generate", out, "x", "-n", 0),
+            run_command(capsys, "generate", out, "x"),
+            run_command(capsys, "generate", out, "x", "-n", 0),
         ]
     assert [result.code for result in results] == [3, 2, 3, 2]
     assert [bool(result.err) for result in results] == [True, True, False, False]
     monkeypatch.setenv(processes.ERROR_FILE_VARIABLE, "error.json")  # of nobody else
-    assert command(capsys, "generate", out, "x").err
+    assert run_command(capsys, "generate", out, "x").err

@@ -14,8 +14,8 @@ from quantforge.api import release
 from quantforge.api.release import SPEC, ReleasedVariant, upload_script, variant_repository
 from quantforge.errors import GateError, RefusedError
 from quantforge.settings import Settings
-from tests.runs import command, ended, forked, tree
-from tests.thorough import further
+from tests.runs import file_digests, fork_child, run_command, wait_for_exit_code
+from tests.thorough import thorough_case
 
 SPEC_HEAD = """model = "{model}"
 [calibration]
@@ -57,27 +57,27 @@ def test_a_killed_release_resumes_and_can_be_extended(model, tmp_path, capsys):
     checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=whole, check=False)
     assert checked.returncode == 0
     named = {line.split("  ")[1] for line in (whole / "SHA256SUMS").read_text().splitlines()}
-    assert named == {*tree(whole)} - {"SHA256SUMS"}
+    assert named == {*file_digests(whole)} - {"SHA256SUMS"}
 
     def until(step):
         def kill(progress):
             if step in f"{progress.phase}: {progress.step}":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        return forked(lambda: release(spec, killed, Settings(progress=kill)), errors)
+        return fork_child(lambda: release(spec, killed, Settings(progress=kill)), errors)
 
     for kill_step in ("reading", "block 1: rounding", "publishing", "scoring"):
-        assert ended(until(kill_step)) == -signal.SIGKILL, errors.read_text()
+        assert wait_for_exit_code(until(kill_step)) == -signal.SIGKILL, errors.read_text()
     release(spec, killed)
-    assert tree(killed) == tree(whole)
+    assert file_digests(killed) == file_digests(whole)
     assert release(spec, killed).made == ()
-    assert tree(killed) == tree(whole)
+    assert file_digests(killed) == file_digests(whole)
 
     before = {path: path.stat().st_mtime_ns for path in killed.rglob("*.safetensors")}
     spec.write_text(
         spec.read_text() + INT4.replace("int4", "int2", 1).replace("int4:g32", "int2:g32")
     )
-    assert command(capsys, "release", spec, "-o", killed, "--json").code == 0
+    assert run_command(capsys, "release", spec, "-o", killed, "--json").code == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
     figures = json.loads((killed / "release.json").read_text())["evaluation"]["metrics"]
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
@@ -89,7 +89,7 @@ def test_an_invalid_release_file_gets_an_example(tmp_path, capsys):
         ('model = "m"\n[evaluation]\nwindows = "x"', "e.g. windows = 4"),
     ):
         (tmp_path / "r.toml").write_text(text)
-        ended = command(capsys, "release", tmp_path / "r.toml")
+        ended = run_command(capsys, "release", tmp_path / "r.toml")
         assert (ended.code, message in ended.err.partition("hint: ")[2]) == (3, True), ended.err
 
 
@@ -127,7 +127,7 @@ def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
     before = card.read_text()
     assert "vllm serve . " in before
     assert "hf download" not in (out / "gguf/README.md").read_text()
-    plain = tree(out)
+    plain = file_digests(out)
     text = spec.read_text()
     spec.write_text(f'{text}[card]\nrepository = "acme/demo"\n')
     assert release(spec, out).made == ()
@@ -144,7 +144,7 @@ def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
     assert checked.returncode == 0
     spec.write_text(text)  # and back: to the bytes of a release that never had one
     release(spec, out)
-    assert tree(out) == plain
+    assert file_digests(out) == plain
     spec.write_text(f'{text}[card]\nrepository = "acme/demo"\n'.replace("int4:g32", "int4:g64"))
     card.write_text(named)
     again = release(spec, out, Settings(overwrite=True))
@@ -154,11 +154,11 @@ def test_cards_and_upload_script_name_the_same_repositories(model, tmp_path):
     )  # the older card was no edit of a person
 
 
-@pytest.mark.parametrize("repository", [further(""), "acme/demo"])
+@pytest.mark.parametrize("repository", [thorough_case(""), "acme/demo"])
 def test_the_printed_publish_command_works(repository, model, tmp_path, capsys):
     card = f'[card]\nrepository = "{repository}"\n' if repository else ""
     spec, out = write_spec(tmp_path, model, Q8, card), tmp_path / "an out"
-    stderr = command(capsys, "release", spec, "-o", out).err
+    stderr = run_command(capsys, "release", spec, "-o", out).err
     typed = stderr.partition("to publish it: ")[2].splitlines()[0]
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -175,7 +175,7 @@ def test_a_variant_that_fails_a_gate_is_not_uploaded(model, tmp_path, capsys):
     spec = write_spec(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"
     summary = tmp_path / "summary"
-    ended_command = command(capsys, "release", spec, "-o", out, "--summary", summary)
+    ended_command = run_command(capsys, "release", spec, "-o", out, "--summary", summary)
     assert ended_command.code == 6
     assert summary.read_text().startswith("## Release\n\n| variant | format |")
     assert "| q8 | gguf | rtn |" in summary.read_text()
@@ -203,7 +203,7 @@ def test_all_invalid_variants_are_named_and_nothing_is_written(model, tmp_path, 
     bad = '[[variant]]\nname = "{}"\nformat = "awq"\nscheme = "int3:g32:sym"\n'
     spec = write_spec(tmp_path, model, INT4, bad.format("one"), bad.format("two"))
     for more in ((), ("--dry-run",)):
-        ended_command = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+        ended_command = run_command(capsys, "release", spec, "-o", tmp_path / "out", *more)
         assert ended_command.code == 4
         assert "2 of 3 variants cannot be made: one: " in ended_command.err
         assert "two: " in ended_command.err
@@ -216,12 +216,12 @@ def test_a_release_refuses_foreign_and_different_outputs(model, tmp_path, capsys
     (out / "mine").write_text("kept")
     with pytest.raises(RefusedError, match="no release"):
         release(spec, out)
-    assert tree(out).keys() == {"mine"}
+    assert file_digests(out).keys() == {"mine"}
     shutil.rmtree(out)
-    assert command(capsys, "release", spec, "-o", out, "--dry-run").code == 0
+    assert run_command(capsys, "release", spec, "-o", out, "--dry-run").code == 0
     assert not out.exists()
     release(spec, out)
-    before = tree(out)
+    before = file_digests(out)
     write_spec(
         tmp_path,
         model,
@@ -231,7 +231,7 @@ def test_a_release_refuses_foreign_and_different_outputs(model, tmp_path, capsys
     )
     with pytest.raises(RefusedError, match="differs from what would be made in"):
         release(spec, out)
-    assert tree(out) == before
+    assert file_digests(out) == before
     assert SPEC in before
 
 
@@ -246,7 +246,7 @@ def test_an_invalid_release_directory_is_refused_before_work(model, tmp_path, ca
         ("file", 3, "is no directory"),
         ("source/sub", 2, "overlaps the model"),
     ):
-        ended = command(capsys, "release", spec, "-o", tmp_path / output)
+        ended = run_command(capsys, "release", spec, "-o", tmp_path / output)
         assert (ended.code, words in ended.err) == (code, True), ended.err
         assert {*tmp_path.rglob("*")} == before
 
@@ -261,7 +261,7 @@ def test_overwrite_replaces_only_variants_that_differ(model, tmp_path):
     assert release(spec, out, Settings(overwrite=True)).made == ("int4",)
     assert release(spec, out).made == ()
     release(spec, tmp_path / "anew")
-    assert tree(out) == tree(tmp_path / "anew")
+    assert file_digests(out) == file_digests(tmp_path / "anew")
 
 
 def test_provenance_is_written_for_every_variant_and_listed(model, tmp_path):

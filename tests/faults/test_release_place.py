@@ -9,7 +9,7 @@ import pytest
 
 from quantforge.api import release, sweep
 from quantforge.errors import InputError, IntegrityError, RefusedError
-from tests.runs import command, tree
+from tests.runs import file_digests, run_command
 
 SPEC_HEAD = """model = "{model}"
 [calibration]
@@ -52,11 +52,11 @@ def test_a_directory_with_foreign_files_is_not_a_release(model, tmp_path, capsys
     (project / "release.toml").write_bytes(spec.read_bytes())  # as `-o .` beside the file finds it
     for name in ("upload.sh", "SHA256SUMS", "evaluation.md"):
         (project / name).write_text("mine")
-    before = tree(project)
+    before = file_digests(project)
     for more in ((), ("--dry-run",)):
-        ended = command(capsys, "release", spec, "-o", project, *more)
+        ended = run_command(capsys, "release", spec, "-o", project, *more)
         assert (ended.code, "exists, and is no release" in ended.err) == (4, True), ended.err
-        assert tree(project) == before
+        assert file_digests(project) == before
     (project / "release.json").write_text('{"schema": "theirs"}')
     with pytest.raises(RefusedError, match="is no release"):
         release(spec, project)
@@ -113,7 +113,7 @@ def test_a_changed_evaluation_text_is_scored_again(model, tmp_path):
     (second,) = release(spec, out).variants
     assert first.figures != second.figures
     release(spec, tmp_path / "anew")
-    assert tree(out) == tree(tmp_path / "anew")
+    assert file_digests(out) == file_digests(tmp_path / "anew")
 
 
 @pytest.mark.parametrize("name", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"])
@@ -122,10 +122,10 @@ def test_a_damaged_variant_is_refused(name, model, tmp_path):
     release(spec, out)
     data = (out / name).read_bytes()
     (out / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    before = tree(out)
+    before = file_digests(out)
     with pytest.raises(IntegrityError, match="is not what its manifest states"):
         release(spec, out)
-    assert tree(out) == before
+    assert file_digests(out) == before
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_an_unusable_evaluation_text_is_refused_before_work(
         text.write_text(content)
     spec, before = write_spec(tmp_path, model, Q8, text=text), {*tmp_path.iterdir()}
     for more in ((), ("--dry-run",)):
-        ended = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+        ended = run_command(capsys, "release", spec, "-o", tmp_path / "out", *more)
         assert (ended.code, message in ended.err) == (3, True), ended.err
     with pytest.raises(InputError, match=message):
         sweep(model, {"bits": [4, 8]}, tmp_path / "swept", measured={"text": str(text)})

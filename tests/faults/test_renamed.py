@@ -11,7 +11,7 @@ import pytest
 from quantforge.api.reproduce import reproduce
 from quantforge.verification.findings import Report
 from quantforge.verification.verify import verify
-from tests.runs import command, quantize, recipe
+from tests.runs import quantize, recipe, run_command
 
 MANIFEST_END = ".quantforge.json"
 GGUF_Q4_0 = {"format": "gguf", "type": "Q4_0"}
@@ -91,7 +91,7 @@ def test_missing_side_files_are_named_after_the_renamed_file(result, tmp_path):
 
 def test_verify_prints_a_note_about_a_renamed_file(result, tmp_path, capsys):
     renamed = copy_result(result, tmp_path / "rn" / "My.gguf", beside=SIDE_SUFFIXES)
-    ended = command(capsys, "verify", renamed, "--no-forward")
+    ended = run_command(capsys, "verify", renamed, "--no-forward")
     assert ended.code == 0
     assert "by another name: m-Q4_0.gguf" in ended.err
 

@@ -28,17 +28,17 @@ from quantforge.settings import Settings
 from tests.runs import (
     CALIBRATION,
     StopError,
-    command,
-    copied,
+    copy_model,
     crash_after,
-    ended,
-    forked,
+    fast_recipe,
+    file_digests,
+    fork_child,
     leftovers,
     quantize,
-    swift,
-    tree,
+    run_command,
+    wait_for_exit_code,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 JOURNAL_FILE = ".out.qf/journal"
 
@@ -46,7 +46,7 @@ JOURNAL_FILE = ".out.qf/journal"
 @pytest.mark.parametrize("join", [False, True])
 def test_a_read_only_output_keeps_finished_work(model, out, monkeypatch, join):
     """A file system that turns read-only does not invalidate the work."""
-    recipe = swift(scales="absmax", bits=4) if join else swift("gptq", bits=4)
+    recipe = fast_recipe(scales="absmax", bits=4) if join else fast_recipe("gptq", bits=4)
     parts: list[str] = []
     with monkeypatch.context() as patch:
         written, calls = UnitOutput.write, itertools.count()
@@ -65,28 +65,28 @@ def test_a_read_only_output_keeps_finished_work(model, out, monkeypatch, join):
 
 
 def test_a_run_killed_at_random_times_writes_the_same_bytes(model, tmp_path):
-    recipe = swift("gptq", bits=3)
+    recipe = fast_recipe("gptq", bits=3)
 
     def work(out: Path) -> None:
         quantize(model, out, recipe)
 
     reference, errors = tmp_path / "reference", tmp_path / "errors"
     start = time.monotonic()
-    assert ended(forked(lambda: work(reference), errors)) == 0, errors.read_text()
+    assert wait_for_exit_code(fork_child(lambda: work(reference), errors)) == 0, errors.read_text()
     seconds = time.monotonic() - start
     moments = random.Random(7)
     kills = results = 0
     while kills < 6:
         out = tmp_path / f"out{results}"
         while not out.exists():
-            child = forked(lambda out=out: work(out), errors)
+            child = fork_child(lambda out=out: work(out), errors)
             if kills < 6:
                 time.sleep(seconds * moments.random())
                 os.kill(child, signal.SIGKILL)
-            code = ended(child)
+            code = wait_for_exit_code(child)
             assert code in {0, -signal.SIGKILL}, errors.read_text()
             kills += code != 0
-        assert tree(out) == tree(reference)
+        assert file_digests(out) == file_digests(reference)
         results += 1
         # Where the first run was slow for once, the moments would go on to fall behind the end.
         seconds *= 0.8
@@ -97,17 +97,19 @@ def plain(tiny, tmp_path_factory):
     """The files of a run that no signal stops."""
     out = tmp_path_factory.mktemp("plain") / "out"
     api.quantize(tiny("llama-wide"), None, out, method="gptq", samples=6, length=24)
-    return tree(out)
+    return file_digests(out)
 
 
 PARTS = ["outer", "block 0", "block 1", "head"]
 
 
-@pytest.mark.parametrize(("method", "crashes"), [("gptq", PARTS), further("awq+gptq", PARTS[1:2])])
+@pytest.mark.parametrize(
+    ("method", "crashes"), [("gptq", PARTS), thorough_case("awq+gptq", PARTS[1:2])]
+)
 def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, crashes):
     reference = out.with_name("m")
     for part in crashes:
-        recipe = swift(method, lm_head="int8:g128:sym")
+        recipe = fast_recipe(method, lm_head="int8:g128:sym")
         output = out.with_name(f"out-{part[-1]}")
         with pytest.raises(StopError):
             quantize(model, output, recipe, progress=crash_after(part))
@@ -119,11 +121,11 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, cr
         assert [*filter(None, again)] == PARTS[PARTS.index(part) + 1 :]  # nothing twice
         if not reference.exists():
             quantize(model, reference, recipe)
-        assert tree(output) == tree(reference), part
+        assert file_digests(output) == file_digests(reference), part
 
 
 def test_a_journal_of_an_older_schema_is_refused(model, out):
-    recipe = swift("gptq")
+    recipe = fast_recipe("gptq")
     with pytest.raises(StopError):
         quantize(model, out, recipe, progress=crash_after("block 0"))
     fingerprint = out.parent / f".{out.name}.qf" / "journal" / "fingerprint.json"
@@ -144,22 +146,22 @@ def test_a_journal_of_an_older_schema_is_refused(model, out):
 )
 def test_resume_after_measured_ranges_writes_the_same_bytes(tiny, out, method, values):
     """The next block reads the states of the source: those of a transformed block differ in their last bits."""
-    model, recipe = tiny("llama"), swift(method, **values)
+    model, recipe = tiny("llama"), fast_recipe(method, **values)
     quantize(model, out.with_name("m"), recipe)
     with pytest.raises(StopError):
         quantize(model, out, recipe, progress=crash_after("block 0"))
     assert quantize(model, out, recipe).resumed
-    assert tree(out) == tree(out.with_name("m"))
+    assert file_digests(out) == file_digests(out.with_name("m"))
 
 
 def begin_run(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
-        quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
+        quantize(model, out, fast_recipe("gptq"), progress=crash_after("block 0"))
 
 
 def refused_resume(model: Path, out: Path, **changes: object) -> QuantForgeError:
     with pytest.raises(IntegrityError) as bad:
-        quantize(model, out, swift("gptq", **changes))
+        quantize(model, out, fast_recipe("gptq", **changes))
     assert bad.value.exit_code == 5
     assert not out.exists()
     return bad.value
@@ -170,7 +172,7 @@ def test_resume_with_another_recipe_is_refused(model, out):
     error = refused_resume(model, out, bits=3)
     assert error.message.endswith("differs in: bits: unset there, 3 here")
     assert f"with --overwrite, or after rm -r {out.parent / JOURNAL_FILE}" in error.hint
-    assert quantize(model, out, swift("gptq")).resumed  # with the first it goes on
+    assert quantize(model, out, fast_recipe("gptq")).resumed  # with the first it goes on
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -180,7 +182,7 @@ def test_overwrite_discards_an_unfinished_run_of_another_recipe(model, out, dama
         with (out.parent / JOURNAL_FILE / "journal.jsonl").open("ab") as file:
             file.write(b"?\n")
     notes: list[str] = []
-    recipe = swift("gptq", bits=None if damaged else 3)
+    recipe = fast_recipe("gptq", bits=None if damaged else 3)
     assert not quantize(model, out, recipe, overwrite=True, note=notes.append).resumed
     reason = "the interrupted run is damaged" if damaged else "bits: unset there, 3 here"
     assert [
@@ -188,21 +190,21 @@ def test_overwrite_discards_an_unfinished_run_of_another_recipe(model, out, dama
     ] == [True]
     afresh = out.with_name("afresh")
     quantize(model, afresh, recipe)
-    assert tree(out) == tree(afresh)
+    assert file_digests(out) == file_digests(afresh)
     assert leftovers(out) == {"out", "afresh"}
 
 
 def test_overwrite_reports_the_discarded_run(model, out, capsys):
     begin_run(model, out)
     arguments = ("--method", "rtn", "--scales", "absmax", "-o", out, "--overwrite")
-    ended = command(capsys, "quantize", model, *arguments)
+    ended = run_command(capsys, "quantize", model, *arguments)
     assert ended.code == 0
     assert "it is ended, because --overwrite is given" in ended.err
 
 
 def test_overwrite_resumes_its_own_run(model, out):
     begin_run(model, out)
-    assert quantize(model, out, swift("gptq"), overwrite=True).resumed
+    assert quantize(model, out, fast_recipe("gptq"), overwrite=True).resumed
 
 
 def test_resume_with_other_calibration_options_is_refused(model, out):
@@ -212,7 +214,7 @@ def test_resume_with_other_calibration_options_is_refused(model, out):
 
 
 def test_resume_with_a_changed_source_is_refused(model, out):
-    source = copied(model, out.parent / "m")
+    source = copy_model(model, out.parent / "m")
     begin_run(source, out)
     file = source / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -221,19 +223,19 @@ def test_resume_with_a_changed_source_is_refused(model, out):
     assert "source file model.safetensors" in refused_resume(source, out).message
     data[-1] ^= 1
     file.write_bytes(data)
-    assert quantize(source, out, swift("gptq")).resumed
+    assert quantize(source, out, fast_recipe("gptq")).resumed
 
 
 def test_resume_with_another_imatrix_is_refused(model, out):
     """The recipe has the name of the file, but its digest decides."""
     file = out.parent / "m"
-    recipe = swift(
+    recipe = fast_recipe(
         format="gguf",
         type="Q4_0",
         calibration=CalibrationOptions("imatrix:m", samples=6, length=24),
     )
     output = out.with_suffix(".gguf")
-    api.make_imatrix(str(model), swift(calibration=CALIBRATION), file, Settings())
+    api.make_imatrix(str(model), fast_recipe(calibration=CALIBRATION), file, Settings())
     with pytest.raises(StopError):
         quantize(model, output, recipe, imatrix=file, progress=crash_after("block 0"))
     importance = read_imatrix(file)
@@ -275,10 +277,10 @@ def test_a_truncated_journal_line_is_redone(model, out):
     begin_run(model, out)
     journal = out.parent / JOURNAL_FILE / "journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-30])
-    assert quantize(model, out, swift("gptq")).resumed
+    assert quantize(model, out, fast_recipe("gptq")).resumed
     reference = out.with_name("m")
-    quantize(model, reference, swift("gptq"))
-    assert tree(out) == tree(reference)
+    quantize(model, reference, fast_recipe("gptq"))
+    assert file_digests(out) == file_digests(reference)
 
 
 def test_a_journal_without_its_stage_starts_afresh(model, out):
@@ -287,20 +289,20 @@ def test_a_journal_without_its_stage_starts_afresh(model, out):
     for path in stage.iterdir():
         path.unlink()
     stage.rmdir()
-    assert not quantize(model, out, swift("gptq")).resumed
+    assert not quantize(model, out, fast_recipe("gptq")).resumed
     assert leftovers(out) == {"out"}
 
 
 def test_repeating_an_overwrite_killed_after_the_swap_works(model, out, monkeypatch):
-    quantize(model, out, swift(bits=8))
+    quantize(model, out, fast_recipe(bits=8))
     monkeypatch.setattr("quantforge.files.stage.Stage._remove_replaced", crash)
     with pytest.raises(StopError):
-        quantize(model, out, swift("gptq"), overwrite=True)
+        quantize(model, out, fast_recipe("gptq"), overwrite=True)
     monkeypatch.undo()
-    published = tree(out)
+    published = file_digests(out)
     assert json.loads((out / "quantforge.manifest.json").read_text())["method"] == "gptq"
-    quantize(model, out, swift("gptq"), overwrite=True)
-    assert tree(out) == published
+    quantize(model, out, fast_recipe("gptq"), overwrite=True)
+    assert file_digests(out) == published
     assert leftovers(out) == {"out"}
 
 

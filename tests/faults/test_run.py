@@ -16,19 +16,19 @@ from quantforge.events import Policy
 from quantforge.files.stage import Stage
 from quantforge.recipe import CalibrationOptions, Rule
 from tests.runs import (
-    ROWS,
+    CALIBRATION_ARGUMENTS,
     StopError,
-    copied,
+    copy_model,
     crash_after,
-    ended,
-    forked,
+    fast_recipe,
+    file_digests,
+    fork_child,
     leftovers,
     quantize,
     recipe,
-    swift,
-    tree,
+    wait_for_exit_code,
 )
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 JOURNAL_FILE = ".out.qf/journal"
 
@@ -43,7 +43,7 @@ def test_an_existing_output_is_refused_and_untouched(model, out):
         with pytest.raises(RefusedError) as refused:
             quantize(model, out, recipe(), overwrite=overwrite)
         assert refused.value.hint
-    assert tree(out).keys() == {"precious.txt"}
+    assert file_digests(out).keys() == {"precious.txt"}
     assert leftovers(out) == {"out"}
 
 
@@ -53,13 +53,15 @@ def test_overwrite_leaves_no_file_of_the_old_result(model, out):
     quantize(model, out, recipe(bits=8), overwrite=True)
     fresh = out.with_name("m")
     quantize(model, fresh, recipe(bits=8))
-    assert tree(out) == tree(fresh)
+    assert file_digests(out) == file_digests(fresh)
     assert leftovers(out) == {"out"}
 
 
 def test_stale_stage_files_are_not_published(model, out):
     with pytest.raises(StopError):
-        quantize(model, out, swift("gptq", max_shard_bytes=60_000), progress=crash_after("block 0"))
+        quantize(
+            model, out, fast_recipe("gptq", max_shard_bytes=60_000), progress=crash_after("block 0")
+        )
     for path in (out.parent / JOURNAL_FILE).iterdir():
         path.unlink()
     (out.parent / JOURNAL_FILE).rmdir()
@@ -69,12 +71,12 @@ def test_stale_stage_files_are_not_published(model, out):
 
 
 def test_an_output_inside_of_the_source_is_refused(model, tmp_path):
-    source = copied(model, tmp_path / "m")
-    before = tree(source)
+    source = copy_model(model, tmp_path / "m")
+    before = file_digests(source)
     for output in (source, source / "sub", tmp_path):
         with pytest.raises((UsageError, RefusedError)):
             quantize(source, output, recipe(), overwrite=True)
-    assert tree(source) == before
+    assert file_digests(source) == before
 
 
 def test_a_busy_output_is_refused_without_disturbing_its_run(model, out):
@@ -95,7 +97,7 @@ def test_too_little_space_is_refused_before_quantizing(model, out, monkeypatch):
     for module in ("stage", "disk"):
         monkeypatch.setattr(f"quantforge.files.{module}.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError) as full:
-        quantize(model, out, swift("gptq"))
+        quantize(model, out, fast_recipe("gptq"))
     assert "1000 free" in full.value.message
     assert full.value.exit_code == 7
     assert leftovers(out) == set()
@@ -103,36 +105,36 @@ def test_too_little_space_is_refused_before_quantizing(model, out, monkeypatch):
 
 def test_a_file_size_limit_keeps_the_old_result(model, out, tmp_path):
     quantize(model, out, recipe(bits=8))
-    before = tree(out)
+    before = file_digests(out)
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        sys.argv = ["quantforge", "quantize", str(model), "--bits", "4", *ROWS, "-o", str(out),
+        sys.argv = ["quantforge", "quantize", str(model), "--bits", "4", *CALIBRATION_ARGUMENTS, "-o", str(out),
                     "--overwrite"]  # fmt: skip
         main()
 
     errors = tmp_path / "m"
-    assert ended(forked(limited, errors)) == 7, errors.read_text()
+    assert wait_for_exit_code(fork_child(limited, errors)) == 7, errors.read_text()
     assert "bytes needed" in errors.read_text()
-    assert tree(out) == before
+    assert file_digests(out) == before
     quantize(model, out, recipe(bits=4), overwrite=True)  # with the limit gone it goes on
-    assert tree(out) != before
+    assert file_digests(out) != before
 
 
 def test_space_used_by_the_stage_counts_as_available(model, out, monkeypatch):
     with pytest.raises(StopError):
-        quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
+        quantize(model, out, fast_recipe("gptq"), progress=crash_after("block 0"))
     stage = out.parent / ".out.qf/stage"
     used_bytes = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
     assert used_bytes > 100_000
     monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: (1 << 21) - used_bytes)
-    assert quantize(model, out, swift("gptq")).resumed
+    assert quantize(model, out, fast_recipe("gptq")).resumed
 
 
 # ---- bad input
 
 
-@each_value(
+@parametrize_each_value(
     ("value", [float("nan"), float("inf"), float("-inf")]),
     ("method", ["rtn", "gptq"]),
     (
@@ -141,7 +143,7 @@ def test_space_used_by_the_stage_counts_as_available(model, out, monkeypatch):
     ),
 )
 def test_a_non_finite_weight_is_named_without_leftovers(model, out, value, method, name):
-    source = copied(model, out.parent / "m")
+    source = copy_model(model, out.parent / "m")
     tensors = load_file(source / "model.safetensors")
     tensors[name].view(-1)[37] = value
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
@@ -154,7 +156,7 @@ def test_a_non_finite_weight_is_named_without_leftovers(model, out, value, metho
 
 
 def test_a_configuration_that_contradicts_the_tensors_is_refused(model, out):
-    source = copied(model, out.parent / "m")
+    source = copy_model(model, out.parent / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(InputError) as bad:
@@ -168,7 +170,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(model, out):
 
 
 def test_truncated_weights_are_refused(model, out):
-    source = copied(model, out.parent / "m")
+    source = copy_model(model, out.parent / "m")
     with (source / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(InputError, match=r"truncated|header"):
@@ -188,7 +190,7 @@ def test_too_short_calibration_text_is_refused_with_a_hint(model, out, text):
     file.write_text(text)
     calibration = CalibrationOptions(str(file), samples=6, length=24)
     with pytest.raises(InputError) as bad:
-        quantize(model, out, swift("gptq", calibration=calibration))
+        quantize(model, out, fast_recipe("gptq", calibration=calibration))
     assert bad.value.hint
     assert text == "" or "24" in bad.value.message + bad.value.hint
     assert leftovers(out) == set()
@@ -210,7 +212,7 @@ def test_substitutions_are_counted_and_limited_by_the_policy(tiny, out):
 
 
 def test_a_run_refused_for_an_event_can_be_allowed_later(model, out):
-    recipe = swift("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
+    recipe = fast_recipe("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
     with pytest.raises(RefusedError, match="few-calibration-tokens"):
         quantize(model, out, recipe, policy=Policy(strict=True))
     assert not out.exists()
@@ -221,7 +223,7 @@ def test_a_run_refused_for_an_event_can_be_allowed_later(model, out):
 @pytest.mark.parametrize(("method", "read"), [("rtn", False), ("gptq", True)])
 def test_progress_mentions_calibration_text_only_when_read(method, read, model, out):
     steps = []
-    recipe = swift(method, scales="absmax")
+    recipe = fast_recipe(method, scales="absmax")
     quantize(model, out, recipe, progress=lambda report: steps.append(report.step))
     assert ("calibration text" in steps) is read
     assert "libraries" in steps

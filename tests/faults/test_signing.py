@@ -20,7 +20,7 @@ from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.previous_output import DIRECTORY_SIGNATURE
 from quantforge.settings import Settings
-from tests.runs import command, leftovers, quantize, recipe, tree
+from tests.runs import file_digests, leftovers, quantize, recipe, run_command
 
 pytest.importorskip("model_signing")
 from cryptography.hazmat.primitives import serialization
@@ -77,7 +77,10 @@ def accepted_by_model_signing(*words: object) -> bool:
 def test_signing_adds_only_the_signature(signed: Path, model: Path, keys: Path) -> None:
     plain = signed.with_name("m")
     quantize(model, plain, recipe(bits=8))
-    assert {**tree(plain), DIRECTORY_SIGNATURE: tree(signed)[DIRECTORY_SIGNATURE]} == tree(signed)
+    assert {
+        **file_digests(plain),
+        DIRECTORY_SIGNATURE: file_digests(signed)[DIRECTORY_SIGNATURE],
+    } == file_digests(signed)
     assert not reproduce(signed, str(model), Settings(offline=True)).differing
     assert leftovers(signed) == {"out"}
 
@@ -87,12 +90,14 @@ def test_verify_and_model_signing_check_a_signature(
 ) -> None:
     options = ("--no-forward", "--json")
     for key, code in (("key.pub", 0), ("other.pub", 5)):
-        ended = command(capsys, "verify", signed, "--source", model, "--key", keys / key, *options)
+        ended = run_command(
+            capsys, "verify", signed, "--source", model, "--key", keys / key, *options
+        )
         assert ended.code == code
         wrong = {item["check"] for item in json.loads(ended.out)["findings"]}
         assert json.loads(ended.out)["unsigned"] == ([] if code else ["README.md"])
         assert wrong == ({"signature"} if code else set())
-    document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
+    document = json.loads(run_command(capsys, "verify", signed, "--source", model, *options).out)
     assert "no key" in document["skipped"]["signature"]
     arguments = (signed, "--signature", signed / DIRECTORY_SIGNATURE, "--public_key")
     assert accepted_by_model_signing(*arguments, keys / "key.pub")
@@ -170,7 +175,7 @@ def test_a_signature_without_the_manifest_is_reported(
         sign_files(directory, keys / "key", unsigned=frozenset({"x"}))
     )
     assert check_signature(out, keys / "key.pub") == [f"m.gguf{MANIFEST_SUFFIX}"]
-    ended = command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
+    ended = run_command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
     assert f"not covered by the signature: m.gguf{MANIFEST_SUFFIX}" in ended.err
 
 

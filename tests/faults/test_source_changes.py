@@ -27,8 +27,8 @@ from quantforge.plans import Plan
 from quantforge.progress import Progress
 from quantforge.settings import Settings
 from quantforge_files import system
-from tests.runs import copied, leftovers, quantize, recipe, swift
-from tests.thorough import each_value
+from tests.runs import copy_model, fast_recipe, leftovers, quantize, recipe
+from tests.thorough import parametrize_each_value
 
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
@@ -68,9 +68,9 @@ def edit_after(part: str, work: Callable[[], object]) -> Callable[[Progress], No
 WEIGHTS = {
     "the last block": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
     "a norm": ("m", "model.layers.1.input_layernorm.weight", "block 0", recipe()),
-    "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", swift("gptq")),
+    "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", fast_recipe("gptq")),
     "the head, late": (
-        "m", "lm_head.weight", "block 1", swift("gptq", lm_head="int8:g128:sym"),
+        "m", "lm_head.weight", "block 1", fast_recipe("gptq", lm_head="int8:g128:sym"),
     ),
     "shards": ("shards", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
     "into a file": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", GGUF),
@@ -85,7 +85,7 @@ def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
     def make(kind: str) -> Path:
         path = tmp_path / kind
         if kind == "m":
-            return copied(model, path)
+            return copy_model(model, path)
         if kind == "m.gguf":
             quantize(model, path, recipe(format="gguf", type="F16"))
             return path
@@ -149,7 +149,7 @@ def digest(path: Path) -> str:
 def test_side_files_edited_during_a_run_are_copied_as_digested(
     model: Path, tmp_path: Path, name: str, part: str
 ) -> None:
-    source, out = copied(model, tmp_path / "m"), tmp_path / "out"
+    source, out = copy_model(model, tmp_path / "m"), tmp_path / "out"
     (source / "LICENSE").write_text("terms")
     before = (source / name).read_bytes()
     quantize(
@@ -170,7 +170,7 @@ def test_side_files_edited_after_the_plan_are_detected(
     model: Path, tmp_path: Path, name: str, recipe_used: object
 ) -> None:
     """A file replaced between the plan and the digest is detected."""
-    source, out = copied(model, tmp_path / "m"), tmp_path / "out.gguf"
+    source, out = copy_model(model, tmp_path / "m"), tmp_path / "out.gguf"
     document = json.loads((source / name).read_text())
     document["added"] = 1
 
@@ -183,7 +183,7 @@ def test_side_files_edited_after_the_plan_are_detected(
 
 
 def test_a_header_edited_after_the_plan_is_detected(model: Path, tmp_path: Path) -> None:
-    source, out = copied(model, tmp_path / "m"), tmp_path / "out"
+    source, out = copy_model(model, tmp_path / "m"), tmp_path / "out"
     file = source / "model.safetensors"
     data = file.read_bytes()
     up, gate = (f'"model.layers.0.mlp.{name}_proj.weight"'.encode() for name in ("up", "gate"))
@@ -285,7 +285,7 @@ def test_checksums_are_small_and_reads_touch_few_chunks(
     assert compute_checksums(path, tmp_path)._chunk_bytes == 200
 
 
-@each_value(
+@parametrize_each_value(
     ("chunks", [1, 3, 40]),
     ("workers, kept", [(1, 4), (3, 40)]),
     ("large", [1, 1 << 20]),
@@ -343,7 +343,7 @@ def test_a_file_truncated_during_its_digest_is_detected(
 
 
 def test_every_read_of_rows_and_tensors_is_checked(model: Path, tmp_path: Path) -> None:
-    source = copied(model, tmp_path / "m")
+    source = copy_model(model, tmp_path / "m")
     opened = open_checkpoint(source)
     file = source / "model.safetensors"
     checked = opened.with_checksums({file: compute_checksums(file, source)})

@@ -23,8 +23,15 @@ from quantforge.files import lock
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.releases import TWO_VARIANTS
-from tests.runs import ended, forked, leftovers, quantize, swift, tree
-from tests.thorough import further
+from tests.runs import (
+    fast_recipe,
+    file_digests,
+    fork_child,
+    leftovers,
+    quantize,
+    wait_for_exit_code,
+)
+from tests.thorough import thorough_case
 
 release_module = importlib.import_module("quantforge.api.release")
 
@@ -58,7 +65,7 @@ def stopped(tmp_path: Path) -> Iterator[Stopped]:
             setattr(owner, name, stops)
             work()
 
-        children.append(forked(run, tmp_path / "m"))
+        children.append(fork_child(run, tmp_path / "m"))
         assert os.WIFSTOPPED(os.waitpid(children[-1], os.WUNTRACED)[1])
         return children[-1]
 
@@ -88,13 +95,14 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
         release(directory / "release.toml", directory / "out")
-    return tree(directory / "out")
+    return file_digests(directory / "out")
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "number"),
     [
-        further(release_module, "_prepare_directories", signal.SIGCONT), further(variants, "run_group", signal.SIGKILL),
+        thorough_case(release_module, "_prepare_directories", signal.SIGCONT),
+        thorough_case(variants, "run_group", signal.SIGKILL),
         (UnitOutput, "finish", signal.SIGKILL), (release_module, "_score_and_write", signal.SIGCONT),
     ],
 )  # fmt: skip
@@ -109,25 +117,25 @@ def test_waiting_for_a_release_names_the_stopped_process(
     release(spec, out, Settings(join=True, note=note))
     assert len([text for text in messages if "has not responded" in text]) == 1
     assert f"kill -CONT {child} lets it go on" in "".join(messages)
-    assert ended(child) == (0 if number == signal.SIGCONT else -number)
-    assert tree(out) == whole
+    assert wait_for_exit_code(child) == (0 if number == signal.SIGCONT else -number)
+    assert file_digests(out) == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
 def test_waiting_for_a_result_names_the_stopped_process(
     model: Path, out: Path, stopped: Stopped, number: signal.Signals
 ) -> None:
-    recipe = swift(scales="absmax", bits=4)
+    recipe = fast_recipe(scales="absmax", bits=4)
     owner = importlib.import_module("quantforge.api.quantize")
     child = stopped(owner, "publish", lambda: quantize(model, out, recipe, join=True))
     messages, note = signal_on_note(child, number)
     quantize(model, out, recipe, join=True, note=note)
     assert f"kill -CONT {child} lets it go on" in "".join(messages)
-    assert ended(child) == (0 if number == signal.SIGCONT else -number)
-    whole = tree(out)
+    assert wait_for_exit_code(child) == (0 if number == signal.SIGCONT else -number)
+    whole = file_digests(out)
     assert leftovers(out) == {"out"}
     quantize(model, out.with_name("plain"), recipe)
-    assert whole == tree(out.with_name("plain"))
+    assert whole == file_digests(out.with_name("plain"))
 
 
 def test_no_message_about_a_live_worker(
@@ -149,8 +157,8 @@ def test_no_message_about_a_live_worker(
         note = lambda text: notes.open("a").write(f"{text}\\n")  # noqa: E731
         release(spec, out, Settings(join=True, note=note))
 
-    children = [forked(work, tmp_path / f"m{number}") for number in range(2)]
-    assert [ended(child) for child in children] == [0, 0]
+    children = [fork_child(work, tmp_path / f"m{number}") for number in range(2)]
+    assert [wait_for_exit_code(child) for child in children] == [0, 0]
     assert "has not responded" not in notes.read_text()
 
 
@@ -169,8 +177,8 @@ def test_a_process_of_another_version_is_refused(
             release(spec, out, Settings(join=True))
         assert "same versions everywhere" in refused.value.hint
     os.kill(child, signal.SIGCONT)
-    assert ended(child) == 0
-    assert tree(out) == whole
+    assert wait_for_exit_code(child) == 0
+    assert file_digests(out) == whole
 
 
 def test_a_lock_with_unknown_fields_is_respected(tmp_path: Path) -> None:

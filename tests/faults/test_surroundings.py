@@ -17,17 +17,17 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import (
-    command,
-    copied,
-    ended,
-    first_blocks,
-    forked,
+    copy_model,
+    file_digests,
+    fork_child,
+    keep_first_blocks,
     leftovers,
     quantize,
     recipe,
-    tree,
+    run_command,
+    wait_for_exit_code,
 )
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 MEGABYTE = 1 << 20
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -36,7 +36,7 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 def run_in_child(work: Callable[[], object], directory: Path) -> None:
     """Run ``work`` in a process of its own."""
     errors = directory / "child.log"
-    code = ended(forked(work, errors))
+    code = wait_for_exit_code(fork_child(work, errors))
     assert code == 0, errors.read_text()
 
 
@@ -48,7 +48,7 @@ def test_backward_clocks_do_not_change_the_output(
     ticks = iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: now - 1000 * next(ticks))
     quantize(tiny("llama"), tmp_path / "b", recipe("gptq", bits=4))
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert file_digests(tmp_path / "a") == file_digests(tmp_path / "b")
 
 
 @pytest.mark.parametrize("home", [None, "/nonexistent"])
@@ -58,9 +58,11 @@ def test_quantize_works_without_a_home_directory(
     monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
     for name in ("XDG_CACHE_HOME", "HF_HOME", "USER", "LOGNAME"):
         monkeypatch.delenv(name, raising=False)
-    done = command(capsys, "quantize", tiny("llama"), "--scales", "absmax", "-o", tmp_path / "out")
+    done = run_command(
+        capsys, "quantize", tiny("llama"), "--scales", "absmax", "-o", tmp_path / "out"
+    )
     assert done.code == 0, done.err
-    assert command(capsys, "verify", tmp_path / "out", "--source", tiny("llama")).code == 0
+    assert run_command(capsys, "verify", tmp_path / "out", "--source", tiny("llama")).code == 0
 
 
 def test_an_output_path_of_4000_bytes_works(tiny: Tiny, tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_an_output_path_of_4000_bytes_works(tiny: Tiny, tmp_path: Path) -> None:
     assert len(bytes(out)) == 4000
     quantize(tiny("llama"), out, recipe(scales="absmax", bits=4))
     quantize(tiny("llama"), tmp_path / "short", recipe(scales="absmax", bits=4))
-    assert tree(out) == tree(tmp_path / "short")
+    assert file_digests(out) == file_digests(tmp_path / "short")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_an_unreadable_file_is_named(
 ) -> None:
     with TemporaryDirectory() as public:
         Path(public).chmod(0o777)
-        model, out = copied(tiny("llama"), Path(public) / "m"), Path(public) / "out"
+        model, out = copy_model(tiny("llama"), Path(public) / "m"), Path(public) / "out"
         for path in (model, *model.iterdir()):
             path.chmod(0o755)
         (model / name).chmod(0)
@@ -91,9 +93,9 @@ def test_an_unreadable_file_is_named(
         def run() -> None:
             if os.geteuid() == 0:  # may read everything
                 os.setuid(65534)
-            raise SystemExit(command(capsys, "quantize", model, "-o", out).code)
+            raise SystemExit(run_command(capsys, "quantize", model, "-o", out).code)
 
-        code = ended(forked(run, tmp_path / "child.log"))
+        code = wait_for_exit_code(fork_child(run, tmp_path / "child.log"))
         (model / name).chmod(0o755)
         assert not leftovers(out)
     stderr = (tmp_path / "child.log").read_text()
@@ -118,17 +120,20 @@ def test_uninitialized_memory_does_not_reach_the_output(tiny: Tiny, tmp_path: Pa
 
     run(tmp_path / "plain")
     run_in_child(run_filled, tmp_path)
-    assert tree(tmp_path / "plain" / "gptq") == tree(tmp_path / "filled" / "gptq")
+    assert file_digests(tmp_path / "plain" / "gptq") == file_digests(tmp_path / "filled" / "gptq")
     first, second = (tmp_path / name / "m.gguf" for name in ("plain", "filled"))
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("method", [further("rtn"), "gptq"])
+@pytest.mark.parametrize("method", [thorough_case("rtn"), "gptq"])
 def test_a_run_fits_into_120_percent_of_planned_memory(
     method: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     """The limit is on address space, beyond imports, compiled loops and the stack of a thread."""
-    model, requested = first_blocks(copied(DEMO, tmp_path / "demo"), 1), recipe(method, bits=4)
+    model, requested = (
+        keep_first_blocks(copy_model(DEMO, tmp_path / "demo"), 1),
+        recipe(method, bits=4),
+    )
     peak = api.plan(str(model), requested).peak_memory_bytes
     quantize(model, tmp_path / "free", requested, threads=1)
 
@@ -140,4 +145,4 @@ def test_a_run_fits_into_120_percent_of_planned_memory(
         quantize(model, tmp_path / "under", requested, threads=1)
 
     run_in_child(run, tmp_path)
-    assert tree(tmp_path / "free") == tree(tmp_path / "under")
+    assert file_digests(tmp_path / "free") == file_digests(tmp_path / "under")

@@ -15,8 +15,8 @@ from quantforge.errors import InputError, QuantForgeError, RefusedError, Resourc
 from quantforge.events import Policy
 from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
-from tests.runs import command, tree
-from tests.thorough import each_value, further
+from tests.runs import file_digests, run_command
+from tests.thorough import parametrize_each_value, thorough_case
 
 ROWS = {"samples": 4, "length": 16}
 EVALUATION = {"windows": 2, "length": 16}
@@ -37,14 +37,14 @@ def test_sweep_results_match_their_commands_and_existing_ones_stay(model, tmp_pa
     for name in ("bits3-gptq", "bits4-rtn"):  # one of either command
         path, method = result.results[name], name.rpartition("-")[2]
         quantize(model, None, tmp_path / name, method=method, bits=int(name[4]), **ROWS)
-        assert tree(path) == tree(tmp_path / name)
+        assert file_digests(path) == file_digests(tmp_path / name)
     rows = result.evaluation.rows
     assert [row["kl_mean"] is None for row in rows] == [True, False, False, False, False]
     with pytest.raises(RefusedError, match=r"made in: calibration\.samples: "):
         run_sweep(model, tmp_path / "s", over, samples=5)
 
 
-@each_value(("left", [(), ("journal",)]), ("overwrite", [False, True]))
+@parametrize_each_value(("left", [(), ("journal",)]), ("overwrite", [False, True]))
 def test_a_sweep_keeps_a_result_beside_a_killed_run(model, tmp_path, left, overwrite):
     out, over = tmp_path / "s", {"type": ["Q8_0"], "method": ["rtn"]}
     path = run_sweep(model, out, over).results["Q8_0-rtn"]
@@ -87,7 +87,7 @@ def test_combinations_a_format_cannot_hold_are_skipped_or_refused(model, tmp_pat
         ({"tune": [0, 1], "method": ["rtn"]}, {}, {"tune1-rtn": "not tuned"}),
         ({"method": ["magnitude", "rtn"]}, {"bits": 4}, {"magnitude": "no --sparsity"}),
         ({"engine": ["vllm", "lmdeploy"], "bits": [8]}, {"method": "rtn"}, {"lmdeploy-bits8": "4 bits"}),
-        further({"bits": [3, 8]}, {"method": "rtn", "engine": "vllm"}, {"bits3": "4 or 8 bits"}),
+        thorough_case({"bits": [3, 8]}, {"method": "rtn", "engine": "vllm"}, {"bits3": "4 or 8 bits"}),
     ],
 )  # fmt: skip
 def test_combinations_a_method_or_engine_rejects_are_skipped(
@@ -101,7 +101,7 @@ def test_combinations_a_method_or_engine_rejects_are_skipped(
         (path,) = result.results.values()
         arguments = {"engine": "vllm", "bits": 8, "method": "rtn", **ROWS}
         quantize(model, None, tmp_path / path.name, **arguments)
-        assert tree(path) == tree(tmp_path / path.name)
+        assert file_digests(path) == file_digests(tmp_path / path.name)
         assert (manifest.read_manifest(path) or {})["format"] == "compressed-tensors"
 
 
@@ -146,7 +146,7 @@ def test_an_invalid_sweep_directory_is_refused_before_work(model, tmp_path, caps
         ("source", 2, "overlaps the model"),
     ):
         arguments = ("--over", "bits=4", "--method", "rtn", "-o", tmp_path / output)
-        ended = command(capsys, "sweep", source, *arguments)
+        ended = run_command(capsys, "sweep", source, *arguments)
         assert (ended.code, words in ended.err) == (code, True), ended.err
         assert {*tmp_path.rglob("*")} == before
 
@@ -196,7 +196,7 @@ def test_the_sweep_command_prints_results_and_next_step(model, tmp_path, capsys,
     monkeypatch.chdir(tmp_path)
     arguments = ("sweep", model, "--over", "bits=4", "--over", "method=rtn", "--windows", 2)
     rows = ("--samples", 4, "--length", 16, "--window-length", 16)
-    ended = command(capsys, *arguments, *rows, "--report", "s.md", "--json")
+    ended = run_command(capsys, *arguments, *rows, "--report", "s.md", "--json")
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
     assert document["schema"] == "quantforge.sweep/2"
@@ -204,14 +204,14 @@ def test_the_sweep_command_prints_results_and_next_step(model, tmp_path, capsys,
     assert (tmp_path / f"{model.name}-sweep/bits4-rtn/config.json").is_file()
     assert "bits4-rtn" in (tmp_path / "s.md").read_text()
     assert "results:" not in ended.err  # the document says it
-    again = command(capsys, *arguments, *rows)
+    again = run_command(capsys, *arguments, *rows)
     assert f"results: 1 in ./{model.name}-sweep, under the names of their rows\n" in again.err
     assert f"next: quantforge generate {model.name}-sweep/bits4-rtn\n" in again.err
-    both = command(capsys, *arguments, "--bits", 4)
+    both = run_command(capsys, *arguments, "--bits", 4)
     assert both.code == 2
     assert "--bits is given too" in both.err
-    assert command(capsys, "sweep", model, "--over", "bits").code == 2
-    typo = command(capsys, "sweep", model, "--over", "method=gtpq")
+    assert run_command(capsys, "sweep", model, "--over", "bits").code == 2
+    typo = run_command(capsys, "sweep", model, "--over", "method=gtpq")
     assert typo.code == 2
     assert "unknown method" in typo.err
 
@@ -227,7 +227,7 @@ def test_a_failed_report_write_still_prints_the_table(model, tmp_path, capsys, m
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.cli.evaluate.save_file", full)
-        first = command(capsys, *arguments)
+        first = run_command(capsys, *arguments)
     assert (first.code, "bits4" in first.out) == (ResourceError.exit_code, True)
-    assert command(capsys, *arguments).code == 0
+    assert run_command(capsys, *arguments).code == 0
     assert "bits4" in (tmp_path / "s.md").read_text()

@@ -20,9 +20,9 @@ from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY
-from tests.evaluations import TEXT, compared, options, tokenizer_at
-from tests.gguf_exports import edited, export
-from tests.runs import command
+from tests.evaluations import TEXT, evaluate_models, load_tokenizer, options
+from tests.gguf_exports import copy_with_edited_tokenizer, export
+from tests.runs import run_command
 
 PAST_MESSAGE = f"'<image>' \\(id {VOCABULARY}\\) has no row .* which has {VOCABULARY} rows"
 TEXT_WITH_TOKEN = "look at <image> and at that"
@@ -38,7 +38,9 @@ def add_token(tokenizer: dict, **values: object) -> None:
 
 @pytest.fixture(scope="module")
 def model(tiny, tmp_path_factory) -> Path:
-    return edited(tiny("llama-tied"), tmp_path_factory.mktemp("past") / "m", add_token)
+    return copy_with_edited_tokenizer(
+        tiny("llama-tied"), tmp_path_factory.mktemp("past") / "m", add_token
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,9 @@ def quantize_or_plan(model, text, out, *, run):
 VERBS = {
     "generate": (lambda m, t, out: api.generate(m, TEXT_WITH_TOKEN, raw=True), "the prompt: "),
     "chat": (lambda m, t, out: api.generate(m, TEXT_WITH_TOKEN), "the prompt in the model's chat template: "),
-    "eval": (lambda m, t, out: compared(m, [], options(text=TEXT_WITH_TOKEN + TEXT)), "the text that is scored: "),
+    "eval": (lambda m, t, out: evaluate_models(m, [], options(text=TEXT_WITH_TOKEN + TEXT)), "the text that is scored: "),  # noqa: E501
     "eval --generated": (
-        lambda m, t, out: compared(m, [], options(prompts=Prompts("p", ("a", TEXT_WITH_TOKEN), 4))),
+        lambda m, t, out: evaluate_models(m, [], options(prompts=Prompts("p", ("a", TEXT_WITH_TOKEN), 4))),
         "--generated: prompt 2: "),
     "tasks": (
         lambda m, t, out: evaluate_tasks(m, [("a", "b"), (TEXT_WITH_TOKEN, " b")]),
@@ -90,7 +92,7 @@ def evaluate_tasks(model, pairs):
     from quantforge.runtime.text_processing import as_input_errors
 
     with as_input_errors():  # as `evaluate`
-        return TaskModel(load(model).model, tokenizer_at(model), 64).score_continuations(pairs)
+        return TaskModel(load(model).model, load_tokenizer(model), 64).score_continuations(pairs)
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -118,14 +120,14 @@ def test_a_warning_fails_only_with_strict(rounded, capsys):
         ((), 0, "verified, with 1 warning"),
         (("--strict",), 5, "1 warning: failed"),
     ):
-        ended = command(capsys, *words, *strict)
+        ended = run_command(capsys, *words, *strict)
         first, last = ended.out.splitlines()[1:]
         assert (ended.code, last) == (code, verdict)
         assert first.startswith("warning: model.embed_tokens.weight: ")
 
 
 def test_a_chat_template_that_writes_the_token_is_refused(model, tmp_path):
-    always = edited(model, tmp_path / "m", lambda it: None)
+    always = copy_with_edited_tokenizer(model, tmp_path / "m", lambda it: None)
     (always / "chat_template.jinja").write_text("<image>{{ messages[0].content }}")
     with pytest.raises(InputError, match=PAST_MESSAGE):
         api.generate(always, "hello")
@@ -134,19 +136,21 @@ def test_a_chat_template_that_writes_the_token_is_refused(model, tmp_path):
 
 def test_such_a_bos_token_is_refused_and_eos_is_ignored(model, tmp_path):
     config = json.loads((model / "tokenizer_config.json").read_text())
-    both = edited(model, tmp_path / "m", lambda it: None)
+    both = copy_with_edited_tokenizer(model, tmp_path / "m", lambda it: None)
     ends = {**config, "eos_token": "<image>"}
     (both / "tokenizer_config.json").write_text(json.dumps(ends))
-    assert tokenizer_at(both).eos_id is None
+    assert load_tokenizer(both).eos_id is None
     begins = {**config, "bos_token": "<image>", "add_bos_token": True}
     (both / "tokenizer_config.json").write_text(json.dumps(begins))
     with pytest.raises(InputError, match="the token that begins every text"):
-        tokenizer_at(both)
+        load_tokenizer(both)
 
 
 @pytest.mark.parametrize("values", [{}, {"special": False}, {"id": VOCABULARY + 7}])
 def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
-    source = edited(tiny("llama-tied"), tmp_path / "m", lambda it: add_token(it, **values))
+    source = copy_with_edited_tokenizer(
+        tiny("llama-tied"), tmp_path / "m", lambda it: add_token(it, **values)
+    )
     result = api.export(
         str(source), Recipe(type="F32", format="gguf"), tmp_path / "x.gguf", Settings()
     )
@@ -158,13 +162,13 @@ def test_gguf_export_drops_the_token_with_an_event(values, tiny, tmp_path):
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
     ids = LlamaCpp(tmp_path / "x.gguf", 32).tokenize(TEXT_WITH_TOKEN, special=True)
-    assert ids == tokenizer_at(tmp_path / "x.gguf").encode(TEXT_WITH_TOKEN)
+    assert ids == load_tokenizer(tmp_path / "x.gguf").encode(TEXT_WITH_TOKEN)
     assert max(ids) < VOCABULARY
 
 
 def test_dropped_pad_token_has_no_key_and_bos_is_refused(tiny, tmp_path):
     """A pad token without a row gets no key; a token put before every text is refused."""
-    source = edited(tiny("llama-tied"), tmp_path / "m", add_token)
+    source = copy_with_edited_tokenizer(tiny("llama-tied"), tmp_path / "m", add_token)
     path = source / "tokenizer_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "pad_token": "<image>"}))
@@ -180,6 +184,6 @@ def test_dropped_pad_token_has_no_key_and_bos_is_refused(tiny, tmp_path):
         tokenizer["post_processor"] = {
             "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": ids}  # fmt: skip
 
-    begins = edited(source, tmp_path / "b", begin)
+    begins = copy_with_edited_tokenizer(source, tmp_path / "b", begin)
     with pytest.raises(InputError, match=f"'<image>' has id {VOCABULARY}"):
         export(begins, tmp_path / "y.gguf", "F32")

@@ -18,16 +18,16 @@ from quantforge.execution.unit_recorder import UnitRecorder
 from quantforge.files.disk import run_folder
 from quantforge.progress import report_to
 from quantforge.settings import Settings
-from tests.runs import CALIBRATION, StopError, make_variants, quantize, swift, tree
+from tests.runs import CALIBRATION, StopError, fast_recipe, file_digests, make_variants, quantize
 
 
 def _recipes():
     recipes = {
-        "int4": swift("gptq", bits=4),
-        "int3": swift("gptq", bits=3),
-        "both": swift("awq+gptq", bits=3),
-        "plain": swift("rtn", bits=4),
-        "ranges": swift("smooth", scheme="int8:row:sym+int8:tensor:static"),
+        "int4": fast_recipe("gptq", bits=4),
+        "int3": fast_recipe("gptq", bits=3),
+        "both": fast_recipe("awq+gptq", bits=3),
+        "plain": fast_recipe("rtn", bits=4),
+        "ranges": fast_recipe("smooth", scheme="int8:row:sym+int8:tensor:static"),
     }
     text = replace(CALIBRATION, random_share=0.0)  # rows of gptq are others by default
     return {name: replace(recipe, calibration=text) for name, recipe in recipes.items()}
@@ -39,7 +39,7 @@ def _made(model, folder, settings=None):
 
 
 def _planned(model, folder, *bits, method="gptq"):
-    recipes = {str(width): swift(method, bits=width) for width in bits}
+    recipes = {str(width): fast_recipe(method, bits=width) for width in bits}
     return plan_variants(model, recipes, lambda name, _: folder / name, Settings())[0]
 
 
@@ -52,7 +52,7 @@ def test_variants_match_separate_commands_even_after_a_stop(model, tmp_path):
     with patch.object(execute, "observe", wraps=execute.observe) as shared:
         assert _made(model, together) == tuple(_recipes())
     assert {len(call.args[1]) for call in shared.call_args_list} == {4, 1}  # all but the ranges
-    assert tree(together) == tree(alone)
+    assert file_digests(together) == file_digests(alone)
     assert _made(model, together) == ()
 
     report = UnitRecorder.report
@@ -71,7 +71,7 @@ def test_variants_match_separate_commands_even_after_a_stop(model, tmp_path):
         _made(model, stopped, Settings(progress=reports.append))
     finished = [progress.part for progress in reports if progress.part == "block 0"]
     assert len(finished) == len(_recipes()) - 3  # those of the others are kept
-    assert tree(stopped) == tree(alone)
+    assert file_digests(stopped) == file_digests(alone)
 
 
 def test_a_group_closes_its_stages_when_it_ends(model, tmp_path):
@@ -108,8 +108,8 @@ def test_a_process_takes_half_of_the_open_variants(model, tmp_path):
 
 def test_the_progress_share_covers_all_variants(model, tmp_path):
     reports = []
-    recipes = {str(bits): swift("gptq", bits=bits) for bits in (2, 3, 4, 8)}
-    recipes["plain"] = swift("rtn", bits=8)
+    recipes = {str(bits): fast_recipe("gptq", bits=bits) for bits in (2, 3, 4, 8)}
+    recipes["plain"] = fast_recipe("rtn", bits=8)
     with report_to(reports.append):
         make_variants(
             model, recipes, lambda name, _: tmp_path / name, Settings(progress=reports.append)

@@ -27,7 +27,7 @@ from quantforge.model.hidden_states import OnDisk
 from quantforge.progress import Progress
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import copied, leftovers, quantize, recipe, swift, tree
+from tests.runs import copy_model, fast_recipe, file_digests, leftovers, quantize, recipe
 
 GGUF = recipe(type="Q4_0", format="gguf", scales="absmax")
 MEGABYTE = 2**20
@@ -75,7 +75,7 @@ def test_required_space_matches_the_size_of_the_result(
     model: Path, quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Side files included, and not much more: a disk with room for the result is enough."""
-    source = copied(model if verb == "quantize" else quantized, out.with_name("m"))
+    source = copy_model(model if verb == "quantize" else quantized, out.with_name("m"))
     (source / "LICENSE").write_bytes(b"terms\n" * (MEGABYTE // 2))
 
     def work() -> None:
@@ -102,14 +102,14 @@ def test_required_space_includes_hidden_states_on_disk(
 
     monkeypatch.setattr(OnDisk, "write", noted)
     outputs = [out.with_name(name) for name in ("a", "b", "c", "d")]
-    memory = required_space(lambda: quantize(model, outputs[0], swift("gptq")), monkeypatch)
+    memory = required_space(lambda: quantize(model, outputs[0], fast_recipe("gptq")), monkeypatch)
     plain = required_space(
         lambda: quantize(model, outputs[1], recipe(scales="absmax"), activations="disk"),
         monkeypatch,
     )
     assert not sizes
     disk = required_space(
-        lambda: quantize(model, outputs[2], swift("gptq"), activations="disk"), monkeypatch
+        lambda: quantize(model, outputs[2], fast_recipe("gptq"), activations="disk"), monkeypatch
     )
     assert disk - memory == max(sizes) > 0
     assert plain == required_space(
@@ -118,7 +118,9 @@ def test_required_space_includes_hidden_states_on_disk(
 
 
 def test_planned_memory_includes_hidden_states(model: Path) -> None:
-    requested = swift("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
+    requested = fast_recipe(
+        "gptq", calibration=replace(recipe().calibration, samples=256, length=128)
+    )
     memory = api.plan(str(model), requested)
     disk = api.plan(str(model), requested, Settings(activations="disk"))
     assert memory.peak_memory_bytes > disk.peak_memory_bytes
@@ -180,7 +182,7 @@ def test_the_requested_number_of_threads_is_set(
 def test_a_side_file_changed_before_its_copy_is_detected(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = copied(model, out.with_name("m"))
+    source = copy_model(model, out.with_name("m"))
     module = import_module("quantforge.api.job")
     real = module.digest_source
 
@@ -216,7 +218,7 @@ def test_only_the_identical_command_accepts_a_finished_result(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish_before_cleanup(model, out, monkeypatch)
-    source = copied(model, out.with_name("m"))
+    source = copy_model(model, out.with_name("m"))
     (source / "LICENSE").write_text("other terms")
     for other, requested in (
         (source, recipe(scales="absmax")),
@@ -256,7 +258,7 @@ def test_a_manifest_of_an_older_schema_is_refused(model: Path, out: Path) -> Non
     assert document["schema"] == "quantforge.manifest/2"
     path.write_text(json.dumps(document | {"schema": "quantforge.manifest/1"}))
     before, message = (
-        tree(out),
+        file_digests(out),
         r"has schema quantforge\.manifest/1, and this version of quantforge",
     )
     with pytest.raises(RefusedError, match=message):
@@ -267,7 +269,7 @@ def test_a_manifest_of_an_older_schema_is_refused(model: Path, out: Path) -> Non
     assert "quantforge.manifest/1" in next(
         finding.detail for finding in findings if finding.check == "manifest"
     )
-    assert tree(out) == before
+    assert file_digests(out) == before
 
 
 # ---- what is passed on
@@ -286,7 +288,7 @@ def test_an_export_records_its_lineage(quantized: Path, tmp_path: Path) -> None:
     for document, earlier in zip(documents[1:], documents, strict=False):
         assert all(document["lineage"][key] == earlier[key] for key in document["lineage"])
     assert documents[2]["lineage"]["lineage"] == documents[1]["lineage"]
-    stranger = copied(quantized, tmp_path / "m")
+    stranger = copy_model(quantized, tmp_path / "m")
     (stranger / manifest.NAME).unlink()
     export(stranger, tmp_path / "third", format="gptq", allow_inexact=True)
     assert (manifest.read_manifest(tmp_path / "third") or {})["lineage"] == {}
@@ -295,7 +297,7 @@ def test_an_export_records_its_lineage(quantized: Path, tmp_path: Path) -> None:
 def test_the_hub_revision_of_the_source_is_recorded(model: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name/snapshots" / ("a1" * 20)
     snapshot.parent.mkdir(parents=True)
-    described = describe_source(open_checkpoint(copied(model, snapshot)))
+    described = describe_source(open_checkpoint(copy_model(model, snapshot)))
     assert (described["model"], described["revision"]) == ("org/name", "a1" * 20)
     assert "revision" not in describe_source(open_checkpoint(model))
     assert set(described["files"]) == {path.name for path in snapshot.iterdir()}

@@ -27,8 +27,8 @@ from quantforge.verification.verify import verify
 from scripts import tiny_families
 from tests import gguf_models
 from tests.conftest import Tiny, tiny_tokenizer
-from tests.runs import command, copied, first_blocks, quantize, recipe, swift
-from tests.thorough import further, usual
+from tests.runs import copy_model, fast_recipe, keep_first_blocks, quantize, recipe, run_command
+from tests.thorough import mark_others_thorough, thorough_case
 
 Tensors = dict[str, torch.Tensor]
 Plant = Callable[[Path], None]
@@ -327,7 +327,7 @@ def test_a_defect_is_found_and_named(name, artifact, source, tmp_path):
     original = source(BASES[base][0])
     model = tmp_path / artifact(base).name
     if artifact(base).is_dir():
-        copied(artifact(base), model)
+        copy_model(artifact(base), model)
         (model / NAME).unlink()
     else:
         shutil.copy(artifact(base), model)
@@ -350,7 +350,7 @@ def test_healthy_artifacts_have_no_findings(base, artifact, source):
 
 def test_norm_gains_that_grow_with_depth_pass(tmp_path):
     demo = Path(__file__).parents[2] / "models" / "demo"
-    model = copied(demo, tmp_path / "rising")
+    model = copy_model(demo, tmp_path / "rising")
 
     def rise(stored: Tensors) -> None:
         for layer, gain in enumerate((0.05, 1.03, 2.02, 3.0)):
@@ -383,7 +383,7 @@ ODD_WEIGHTS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", ODD_WEIGHTS)
 def test_unusual_source_weights_pass(name, source, tmp_path):
-    model = copied(source("llama-wide"), tmp_path / "odd")
+    model = copy_model(source("llama-wide"), tmp_path / "odd")
     names = [*(f"{linear}.weight" for linear in (Q, K, V, GATE, UP, DOWN))]
     tensors(lambda stored: [ODD_WEIGHTS[name](stored[weight_name]) for weight_name in names])(model)
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
@@ -394,7 +394,7 @@ def test_unusual_source_weights_pass(name, source, tmp_path):
 @pytest.mark.parametrize("factor", [1.0, -1.0, 2.0])
 def test_duplicated_source_blocks_pass(factor, source, tmp_path):
     """As depth up-scaling makes them, some with a factor: then their codes or scales are the same bit for bit."""
-    model = copied(source("llama-wide"), tmp_path / "copies")
+    model = copy_model(source("llama-wide"), tmp_path / "copies")
 
     def copy(stored: Tensors) -> None:
         for name in (Q, K, V, GATE, UP, DOWN):
@@ -409,7 +409,7 @@ def test_duplicated_source_blocks_pass(factor, source, tmp_path):
 
 @pytest.mark.parametrize("method", ["awq", "smooth"])
 def test_zero_columns_pass_with_any_folded_factor(method, source, tmp_path):
-    model = copied(source("llama-wide"), tmp_path / "dead")
+    model = copy_model(source("llama-wide"), tmp_path / "dead")
     dead = [Q, K, V, GATE, UP, DOWN]
     tensors(lambda stored: [stored[f"{name}.weight"][:, ::7].zero_() for name in dead])(model)
     scheme = "W8A8" if method == "smooth" else "int4:g32:asym"
@@ -419,7 +419,7 @@ def test_zero_columns_pass_with_any_folded_factor(method, source, tmp_path):
 
 
 def test_every_check_is_listed_once_without_a_source(artifact, tmp_path):
-    model = copied(artifact("folded"), tmp_path / "m")
+    model = copy_model(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     element(f"{DOWN}.weight_packed", put_all(0x77777777))(model)
     document = quick_verify(model).document()
@@ -433,7 +433,7 @@ def test_every_check_is_listed_once_without_a_source(artifact, tmp_path):
 def test_zero_matrices_and_gains_pass(base, source, tmp_path):
     """As depth up-scaling makes them."""
     family, values = BASES[base]
-    model, out = copied(source(family), tmp_path / "zero"), tmp_path / artifact_name(base)
+    model, out = copy_model(source(family), tmp_path / "zero"), tmp_path / artifact_name(base)
 
     def silence(stored: Tensors) -> None:
         for name in (Q, K, "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
@@ -447,7 +447,9 @@ def test_zero_matrices_and_gains_pass(base, source, tmp_path):
 
 
 def test_double_quantized_scales_of_small_rows_pass(tmp_path):
-    demo = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
+    demo = keep_first_blocks(
+        copy_model(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1
+    )
     quantize(demo, tmp_path / "q", recipe(scheme="nf4:g64:sym:double", scales="absmax"))
     assert describe(verify(tmp_path / "q", demo)) == []
 
@@ -473,7 +475,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    usual(
+    mark_others_thorough(
         HEALTHY,
         "3 bits by gptq",
         "awq in its format",
@@ -491,7 +493,7 @@ def test_every_method_and_format_passes(name, source, tmp_path):
     assert describe(quick_verify(tmp_path / "m", model)) == []
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", further("phi3")])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", thorough_case("phi3")])
 def test_folded_factors_of_other_families_pass(family, source, tmp_path):
     model = source(family)
     quantize(model, tmp_path / "m", recipe("awq", scheme="int4:g32:sym"))
@@ -502,8 +504,8 @@ def test_folded_factors_of_other_families_pass(family, source, tmp_path):
 
 def test_a_channel_with_clipped_outliers_passes(artifact, source, tmp_path):
     """Its fitted factor is too small, but a wrong factor of the same channel is still found."""
-    original = copied(source("llama-wide"), tmp_path / "source")
-    model = copied(artifact("folded"), tmp_path / "m")
+    original = copy_model(source("llama-wide"), tmp_path / "source")
+    model = copy_model(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     words = load_file(model / "model.safetensors")[f"{DOWN}.weight_packed"]
     codes = torch.stack([(words >> 4 * field) & 15 for field in range(8)], -1).flatten(1)
@@ -514,7 +516,7 @@ def test_a_channel_with_clipped_outliers_passes(artifact, source, tmp_path):
     element(f"{DOWN}.weight", scaled((outliers, channel), 1.4))(original)
     assert describe(quick_verify(model, original)) == []
 
-    wrong = copied(model, tmp_path / "wrong")
+    wrong = copy_model(model, tmp_path / "wrong")
     element(f"{UP}.weight_scale", scaled(channel, 0.7))(wrong)
     assert f"{UP}.weight" in {
         f.where for f in quick_verify(wrong, original).findings if f.check == "scale-fold"
@@ -522,8 +524,10 @@ def test_a_channel_with_clipped_outliers_passes(artifact, source, tmp_path):
 
 
 def test_a_trained_model_passes_at_3_bits(tmp_path):
-    model = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
-    quantize(model, tmp_path / "m", swift("awq", scheme="int3:g64:sym"))
+    model = keep_first_blocks(
+        copy_model(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1
+    )
+    quantize(model, tmp_path / "m", fast_recipe("awq", scheme="int3:g64:sym"))
     assert describe(quick_verify(tmp_path / "m", model)) == []
 
 
@@ -556,7 +560,7 @@ def json_paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 @pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
 def test_odd_quantization_configs_raise_no_python_error(base, artifact, tmp_path):
     """Any value in ``quantization_config`` gives findings or none, but never a Python error."""
-    model = copied(artifact(base), tmp_path / "m")
+    model = copy_model(artifact(base), tmp_path / "m")
     (model / NAME).unlink()
     config = json.loads((model / CONFIG).read_text())
     config["quantization_config"].setdefault("dynamic", {})
@@ -575,7 +579,7 @@ def test_odd_quantization_configs_raise_no_python_error(base, artifact, tmp_path
     "content", ["", "[]", "{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', "\x00"]
 )
 def test_an_invalid_tokenizer_is_a_finding(content, artifact, source, tmp_path):
-    model = copied(artifact("folded"), tmp_path / "m")
+    model = copy_model(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
     (model / TOKENIZER).write_text(content)
     assert [item.where for item in quick_verify(model, source("llama-wide")).findings] == [
@@ -614,20 +618,20 @@ CHANGES: dict[str, tuple[Plant, str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_files_are_compared_with_the_manifest(name, artifact, tmp_path):
     plant, where = CHANGES[name]
-    model = copied(artifact("folded"), tmp_path / "m")
+    model = copy_model(artifact("folded"), tmp_path / "m")
     plant(model)
     report = quick_verify(model)
     assert [item.where for item in report.findings if item.check == "manifest"] == [where]
 
 
 def test_an_edited_model_card_passes(artifact, tmp_path):
-    model = copied(artifact("folded"), tmp_path / "m")
+    model = copy_model(artifact("folded"), tmp_path / "m")
     (model / "README.md").write_text("with figures")
     assert describe(quick_verify(model)) == []
 
 
 def test_the_logits_check_finds_configuration_and_scale_errors(artifact, source, tmp_path):
-    model, original = copied(artifact("folded"), tmp_path / "m"), source("llama-wide")
+    model, original = copy_model(artifact("folded"), tmp_path / "m"), source("llama-wide")
     (model / NAME).unlink()
     document(CONFIG, lambda config: config.update(rms_norm_eps=0.1))(model)
     findings = verify(model, original).findings
@@ -641,7 +645,9 @@ def test_the_logits_check_finds_configuration_and_scale_errors(artifact, source,
 
 
 def test_a_tuned_gptq_result_of_the_demo_passes(tmp_path):
-    demo = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1)
+    demo = keep_first_blocks(
+        copy_model(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 1
+    )
     quantize(demo, tmp_path / "q", recipe("gptq", scheme="int4:g128:sym", tune=2))
     assert describe(verify(tmp_path / "q", demo)) == []
     (tmp_path / "q" / NAME).unlink()
@@ -649,9 +655,9 @@ def test_a_tuned_gptq_result_of_the_demo_passes(tmp_path):
 
 
 def test_a_source_with_fewer_blocks_is_reported(artifact, source, tmp_path):
-    model = copied(artifact("folded"), tmp_path / "m")
+    model = copy_model(artifact("folded"), tmp_path / "m")
     (model / NAME).unlink()
-    shorter = first_blocks(copied(source("llama-wide"), tmp_path / "shorter"), 1)
+    shorter = keep_first_blocks(copy_model(source("llama-wide"), tmp_path / "shorter"), 1)
     report = verify(model, shorter)
     assert "blocks" in report.skipped["logits"]
     assert {
@@ -659,7 +665,9 @@ def test_a_source_with_fewer_blocks_is_reported(artifact, source, tmp_path):
     } == {"the source has no such tensor"}
 
 
-@pytest.mark.parametrize("family", usual(("llava_next", "fuyu", "lfm3"), "llava_next"))
+@pytest.mark.parametrize(
+    "family", mark_others_thorough(("llava_next", "fuyu", "lfm3"), "llava_next")
+)
 def test_undeclared_families_with_renamed_tensors_are_verified(family, tmp_path):
     """Artifact and source of an undeclared family are matched in the same way."""
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
@@ -684,7 +692,7 @@ def test_a_gemma4_model_is_verified(tmp_path):
     assert report.figures["kl_mean"] > 0
 
 
-@pytest.mark.parametrize("family", usual(("blip-2", "kosmos-2"), "kosmos-2"))
+@pytest.mark.parametrize("family", mark_others_thorough(("blip-2", "kosmos-2"), "kosmos-2"))
 def test_logits_are_skipped_for_models_that_need_images(family, tmp_path):
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
@@ -704,10 +712,10 @@ def test_a_copy_of_the_source_warns_that_nothing_is_quantized(source):
 
 
 def test_the_verify_command_exits_with_5_and_lists_findings(artifact, tmp_path, capsys):
-    model = copied(artifact("folded"), tmp_path / "m")
-    sound = command(capsys, "verify", model, "--no-forward", "--json")
+    model = copy_model(artifact("folded"), tmp_path / "m")
+    sound = run_command(capsys, "verify", model, "--no-forward", "--json")
     (model / "notes.txt").write_text("x")
-    ended = command(capsys, "verify", model, "--no-forward", "--json")
+    ended = run_command(capsys, "verify", model, "--no-forward", "--json")
     document = json.loads(ended.out)
     assert (sound.code, ended.code) == (0, 5)
     assert (json.loads(sound.out)["ok"], document["ok"]) == (True, False)
@@ -737,7 +745,7 @@ def test_an_engine_alias_has_the_verdict_of_its_engine(artifact):
 
 
 def test_verify_of_a_missing_path_exits_with_3(tmp_path, capsys):
-    assert command(capsys, "verify", tmp_path / "nowhere" / "m").code == 3
+    assert run_command(capsys, "verify", tmp_path / "nowhere" / "m").code == 3
 
 
 def test_missing_paths_are_refused_before_imports(monkeypatch, tmp_path):

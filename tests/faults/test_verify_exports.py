@@ -13,7 +13,7 @@ from quantforge.api.export import export
 from quantforge.recipe import Rule
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import verify
-from tests.runs import copied, quantize, recipe
+from tests.runs import copy_model, quantize, recipe
 
 OTHER = "model.layers.0.mlp.up_proj.weight"
 
@@ -44,7 +44,7 @@ def test_repeated_scales_are_judged_by_the_original_group(tiny, tmp_path, scheme
 
 def test_split_groups_are_judged_by_the_original_group(tiny, tmp_path):
     """An outlier ruins half a group, but no more than the original rounding did."""
-    source = copied(tiny("llama-wide"), tmp_path / "source")
+    source = copy_model(tiny("llama-wide"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     tensors[OTHER][3, 10] *= 100
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})

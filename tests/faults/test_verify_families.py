@@ -8,7 +8,7 @@ import pytest
 
 import quantforge
 from tests.conftest import Tiny
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt", "smollm3", "lfm2",
@@ -17,7 +17,7 @@ FAMILIES = (
 KINDS = ("gemma3", "phi3", "lfm2")
 
 
-@pytest.mark.parametrize("family", usual(FAMILIES, *KINDS))
+@pytest.mark.parametrize("family", mark_others_thorough(FAMILIES, *KINDS))
 def test_a_healthy_artifact_of_a_dense_family_passes(
     tiny: Tiny, tmp_path: Path, family: str
 ) -> None:

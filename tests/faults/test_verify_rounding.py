@@ -30,7 +30,7 @@ from quantforge.verification.rounding import (
     unusual_errors,
 )
 from quantforge.verification.tensors import anomalies, off_by_one
-from tests.thorough import each_value, further, usual
+from tests.thorough import mark_others_thorough, parametrize_each_value, thorough_case
 
 ROWS, COLUMNS, TOKENS = 96, 256, 200
 SCHEMES = (
@@ -85,7 +85,7 @@ def find_problems(tensor: QuantizedTensor, weight: Tensor, inputs: Tensor | None
     return [*texts, "shifted"] if abs(error.mean_shift) > OFF_BY_ONE_SHIFT else texts
 
 
-@each_value(
+@parametrize_each_value(
     ("text", SCHEMES),
     ("search", [True, False]),
 )
@@ -172,7 +172,7 @@ DEFECTS: dict[str, tuple[Change, tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (name, text) if text == texts[0] else further(name, text)
+        (name, text) if text == texts[0] else thorough_case(name, text)
         for name, (_, texts) in DEFECTS.items()
         for text in texts
     ],
@@ -247,7 +247,7 @@ def test_gptq_of_weights_on_the_grid_passes():
 @pytest.mark.parametrize(
     ("text", "search"),
     [
-        (text, at % 2 == 0) if text in USUAL_SCHEMES else further(text, at % 2 == 0)
+        (text, at % 2 == 0) if text in USUAL_SCHEMES else thorough_case(text, at % 2 == 0)
         for at, text in enumerate(SCHEMES)
     ],
 )
@@ -318,7 +318,7 @@ def test_any_cache_scale_passes_for_zero_keys(kind):
     assert [*unusual_cache_scales(seen.scales(kind), seen)] == []
 
 
-@pytest.mark.parametrize("text", usual(SCHEMES, *USUAL_SCHEMES))
+@pytest.mark.parametrize("text", mark_others_thorough(SCHEMES, *USUAL_SCHEMES))
 def test_rtn_passes_without_a_source(text):
     weight, _ = matrix()
     weight[:, 5] = 0  # a column that never learned anything

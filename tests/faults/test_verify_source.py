@@ -15,7 +15,7 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.manifest import NAME
 from quantforge.verification.findings import Report
 from quantforge.verification.verify import verify
-from tests.runs import command, quantize, recipe
+from tests.runs import quantize, recipe, run_command
 
 
 def quick_verify(path: Path, source: Path) -> Report:
@@ -180,26 +180,26 @@ def test_similar_findings_are_abbreviated_in_text_output(tiny, tmp_path, capsys)
     document = json.loads((out / NAME).read_text())
     gone = {f"gone-{n:02}": {"bytes": 1, "sha256": "0"} for n in range(25)}
     (out / NAME).write_text(json.dumps(document | {"outputs": document["outputs"] | gone}))
-    ended = command(capsys, "verify", out, "--no-forward")
+    ended = run_command(capsys, "verify", out, "--no-forward")
     assert ended.code == 5
     assert ended.out.count("error: gone-") == 5
     more = "error: 20 more like these, 25 places in all (manifest; --json lists all); fetch or make it again"
     assert ended.out.endswith(f"\n{more}\n25 errors: failed\n")
-    every = json.loads(command(capsys, "verify", out, "--no-forward", "--json").out)["findings"]
+    every = json.loads(run_command(capsys, "verify", out, "--no-forward", "--json").out)["findings"]
     assert len(every) == 25
 
 
 def test_without_manifest_and_source_only_structure_is_verified(tiny, tmp_path, capsys):
     source, out = tiny("llama-wide"), quantized(tiny("llama-wide"), tmp_path / "q")
     options = ("--no-forward", "-q")
-    assert command(capsys, "verify", out, *options).out.endswith("\nverified\n")
+    assert run_command(capsys, "verify", out, *options).out.endswith("\nverified\n")
     (out / NAME).unlink()
-    alone = command(capsys, "verify", out, *options)
+    alone = run_command(capsys, "verify", out, *options)
     assert (alone.code, alone.out.splitlines()[-1]) == (0, "verified: structure only")
-    compared = command(capsys, "verify", out, "--source", source, *options)
+    compared = run_command(capsys, "verify", out, "--source", source, *options)
     assert compared.out.endswith("\nverified\n")
     for more, only in (((), True), (("--source", source), False)):
-        ended = command(capsys, "verify", out, "--no-forward", "--json", *more)
+        ended = run_command(capsys, "verify", out, "--no-forward", "--json", *more)
         assert json.loads(ended.out)["structure_only"] is only
 
 

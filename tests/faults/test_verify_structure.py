@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.artifacts.manifest import NAME
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import verify
-from tests.runs import command, quantize, recipe
+from tests.runs import quantize, recipe, run_command
 
 K = "model.layers.0.self_attn.k_proj"
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
@@ -131,7 +131,7 @@ def test_a_model_with_only_a_quantized_cache_passes(scales, tiny, tmp_path):
 def test_the_threads_option_reaches_torch(tiny, capsys, monkeypatch):
     numbers = []
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    assert command(capsys, "verify", tiny("llama"), "--threads", "1", "--no-forward").code == 0
+    assert run_command(capsys, "verify", tiny("llama"), "--threads", "1", "--no-forward").code == 0
     assert numbers[0] == 1
 
 

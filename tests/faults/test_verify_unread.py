@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.artifacts import manifest
 from tests import gguf_models
 from tests.gguf_exports import export
-from tests.runs import command, copied
+from tests.runs import copy_model, run_command
 
 
 @pytest.fixture(scope="module", params=["qwen2_moe", "olmoe"])
@@ -34,12 +34,12 @@ def file(original_gguf, tmp_path):
 
 
 def test_an_unsupported_gguf_file_is_reported_as_not_verified(file, capsys):
-    ended = command(capsys, "verify", file)
+    ended = run_command(capsys, "verify", file)
     assert ended.code == 4
     assert "failed" not in ended.out
     assert "not verified: architecture" in ended.out
     assert "manifest" not in ended.err.partition("not checked (architecture")[2].splitlines()[0]
-    document = json.loads(command(capsys, "verify", file, "--json").out)
+    document = json.loads(run_command(capsys, "verify", file, "--json").out)
     assert (document["ok"], document["findings"]) == (False, [])
     assert "is not read" in document["unsupported"]
     assert "manifest" in document["checked"]
@@ -54,15 +54,15 @@ def test_a_damaged_unsupported_gguf_file_fails(file, manifest, capsys):
         file.write_bytes(data)
     else:
         Path(f"{file}.quantforge.json").unlink()
-        assert command(capsys, "verify", file).code == 4
+        assert run_command(capsys, "verify", file).code == 4
         file.write_bytes(data[:-64])
-    ended = command(capsys, "verify", file)
+    ended = run_command(capsys, "verify", file)
     assert ended.code == 5
     assert ": failed" in ended.out
 
 
 def test_inspect_shows_headers_of_an_unsupported_gguf_file(file, capsys):
-    document = json.loads(command(capsys, "inspect", file, "--json").out)
+    document = json.loads(run_command(capsys, "inspect", file, "--json").out)
     assert document["format"] == "gguf (not read)"
     assert document["schemes"]["q8_0"]
     assert document["model_type"] in {"qwen2moe", "olmoe"}
@@ -73,7 +73,9 @@ def test_inspect_shows_headers_of_an_unsupported_gguf_file(file, capsys):
         tensor for tensor in document["tensors"] if tensor["name"] == "blk.0.ffn_up_exps.weight"
     )
     assert stack["shape"][0] == 4
-    assert "blk.0.ffn_up_exps.weight" in command(capsys, "inspect", file, "--tensors", "all").out
+    assert (
+        "blk.0.ffn_up_exps.weight" in run_command(capsys, "inspect", file, "--tensors", "all").out
+    )
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def foreign(model, tmp_path):
     """Return a function that makes a model with an unknown quantization method."""
 
     def make_foreign(method):
-        directory = copied(model, tmp_path / "foreign")
+        directory = copy_model(model, tmp_path / "foreign")
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method, "bits": 4}
         (directory / "config.json").write_text(json.dumps(config))
@@ -97,11 +99,11 @@ def foreign(model, tmp_path):
 @pytest.mark.parametrize("method", ["exl3", "aqlm", "mxfp4"])
 def test_an_unknown_quantization_format_is_not_verified(foreign, method, capsys):
     directory = foreign(method)
-    ended = command(capsys, "verify", directory)
+    ended = run_command(capsys, "verify", directory)
     assert ended.code == 4
     assert f"not verified: config.json: no reader for quant_method '{method}'" in ended.out
     assert "its headers are sound" in ended.err
-    document = json.loads(command(capsys, "verify", directory, "--json").out)
+    document = json.loads(run_command(capsys, "verify", directory, "--json").out)
     assert (document["ok"], document["findings"]) == (False, [])
     assert {"unreadable", "quantization-error", "logits"} <= document["skipped"].keys()
 
@@ -114,19 +116,19 @@ def test_an_unknown_format_is_checked_by_manifest_and_headers(foreign, capsys):
     }
     document = {"schema": manifest.SCHEMA, "outputs": outputs}
     (directory / manifest.NAME).write_text(json.dumps(document))
-    assert command(capsys, "verify", directory).code == 4
+    assert run_command(capsys, "verify", directory).code == 4
     weights = next(directory.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    ended = command(capsys, "verify", directory)
+    ended = run_command(capsys, "verify", directory)
     assert (ended.code, "its SHA-256 is not that of the manifest" in ended.out) == (5, True)
     (directory / manifest.NAME).unlink()
-    assert command(capsys, "verify", directory).code == 4
+    assert run_command(capsys, "verify", directory).code == 4
     weights.write_bytes(data[:-64])
-    assert command(capsys, "verify", directory).code == 5
+    assert run_command(capsys, "verify", directory).code == 5
 
 
 @pytest.mark.parametrize("method", [None, 4, ""])
 def test_a_quantization_config_without_a_method_fails(foreign, method, capsys):
-    assert command(capsys, "verify", foreign(method)).code == 5
+    assert run_command(capsys, "verify", foreign(method)).code == 5

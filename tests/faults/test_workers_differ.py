@@ -20,8 +20,8 @@ from quantforge.execution.unit_output import UnitOutput
 from quantforge.files import lock
 from quantforge.settings import Settings
 from tests.releases import TWO_VARIANTS
-from tests.runs import ended, forked, leftovers, quantize, recipe, tree
-from tests.thorough import further
+from tests.runs import file_digests, fork_child, leftovers, quantize, recipe, wait_for_exit_code
+from tests.thorough import thorough_case
 
 HOUR = 3600.0
 Work = Callable[[Path, Settings], object]
@@ -72,7 +72,7 @@ def with_clock(seconds: float, work: Callable[[], object]) -> None:
     work()
 
 
-@pytest.mark.parametrize("work", ["quantize", further("release")], indirect=True)
+@pytest.mark.parametrize("work", ["quantize", thorough_case("release")], indirect=True)
 def test_clocks_an_hour_apart_do_not_change_the_output(
     work: Work, out: Path, tmp_path: Path
 ) -> None:
@@ -95,25 +95,25 @@ def test_clocks_an_hour_apart_do_not_change_the_output(
         UnitOutput.write = counted  # type: ignore[method-assign]
         work(out, Settings(join=True))
 
-    first = forked(partial(with_clock, HOUR, killed), tmp_path / "m-1")
-    assert ended(first) == -signal.SIGKILL
+    first = fork_child(partial(with_clock, HOUR, killed), tmp_path / "m-1")
+    assert wait_for_exit_code(first) == -signal.SIGKILL
     children = [
-        forked(
+        fork_child(
             partial(with_clock, seconds, lambda: work(out, Settings(join=True, note=note))),
             tmp_path / f"m{seconds}",
         )
         for seconds in (-HOUR, 0.0)
     ]
-    assert [ended(child) for child in children] == [0, 0]
+    assert [wait_for_exit_code(child) for child in children] == [0, 0]
     assert "has not responded" not in notes.read_text()
     work(tmp_path / "m-whole", Settings())
-    assert tree(out) == tree(tmp_path / "m-whole")
+    assert file_digests(out) == file_digests(tmp_path / "m-whole")
     assert not any(out.rglob(".*"))
     assert not [name for name in leftovers(out) if name.startswith(".")]
 
 
-@pytest.mark.parametrize("work", ["release", further("quantize")], indirect=True)
-@pytest.mark.parametrize("size", [further(20_000), 60_000])
+@pytest.mark.parametrize("work", ["release", thorough_case("quantize")], indirect=True)
+@pytest.mark.parametrize("size", [thorough_case(20_000), 60_000])
 def test_a_full_disk_ends_only_the_affected_worker(
     work: Work, out: Path, tmp_path: Path, size: int
 ) -> None:
@@ -121,15 +121,15 @@ def test_a_full_disk_ends_only_the_affected_worker(
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         work(out, Settings(join=True))
 
-    alone = forked(limited, tmp_path / "m-alone")
-    assert ended(alone) == 70  # of the children of these tests
+    alone = fork_child(limited, tmp_path / "m-alone")
+    assert wait_for_exit_code(alone) == 70  # of the children of these tests
     assert "File too large" in (tmp_path / "m-alone").read_text()
     children = [
-        forked(limited, tmp_path / "m-0"),
-        forked(lambda: work(out, Settings(join=True)), tmp_path / "m-1"),
+        fork_child(limited, tmp_path / "m-0"),
+        fork_child(lambda: work(out, Settings(join=True)), tmp_path / "m-1"),
     ]
-    codes = [ended(child) for child in children]
+    codes = [wait_for_exit_code(child) for child in children]
     assert codes[1] == 0, (tmp_path / "m-1").read_text()
     assert codes[0] in {0, 70}  # it may find nothing to do
     work(tmp_path / "m-whole", Settings())
-    assert tree(out) == tree(tmp_path / "m-whole")
+    assert file_digests(out) == file_digests(tmp_path / "m-whole")

@@ -7,8 +7,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from quantforge.formats import awq, compressed_tensors, gptq, gptq_v2
 from quantforge.packers.bits import pack_rows, to_unsigned_codes
 from quantforge.packers.tensor import QuantizedTensor
-from tests.quantized import decoded, random_tensor
-from tests.thorough import each_value
+from tests.quantized import dequantize_reference, random_tensor
+from tests.thorough import parametrize_each_value
 
 
 def hexadecimal(words):
@@ -115,7 +115,7 @@ def slow_gptq(packed, bits, shape, offset):
     ]
 
 
-@each_value(
+@parametrize_each_value(
     ("layout", [gptq, gptq_v2]),
     ("bits", [2, 3, 4, 8]),
     ("kind", ["g32:sym", "g32:asym", "row:sym"]),
@@ -124,7 +124,9 @@ def test_slow_gptq_reader_decodes_the_same_weight(layout, bits, kind):
     tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=layout.MIN_ZERO_POINT)
     packed = layout.pack("m", tensor)
     read = slow_gptq(packed, bits, (32, 64), offset=1 if layout is gptq else 0)
-    assert torch.equal(torch.tensor(read, dtype=torch.float64).float(), decoded(tensor))
+    assert torch.equal(
+        torch.tensor(read, dtype=torch.float64).float(), dequantize_reference(tensor)
+    )
 
 
 def slow_awq(packed, shape):
@@ -152,4 +154,6 @@ def slow_awq(packed, shape):
 def test_slow_awq_reader_decodes_the_same_weight(scheme):
     tensor = random_tensor(scheme, (24, 64))
     read = slow_awq(awq.pack("m", tensor), (24, 64))
-    assert torch.equal(torch.tensor(read, dtype=torch.float64).float(), decoded(tensor))
+    assert torch.equal(
+        torch.tensor(read, dtype=torch.float64).float(), dequantize_reference(tensor)
+    )

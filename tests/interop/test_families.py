@@ -15,9 +15,9 @@ from quantforge.runtime.load import load
 from quantforge.verification.opening import open_source
 from quantforge.verification.verify import verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
-from tests.evaluations import compared, options
-from tests.runs import quantize, recipe, swift
-from tests.thorough import further, usual
+from tests.evaluations import evaluate_models, options
+from tests.runs import fast_recipe, quantize, recipe
+from tests.thorough import mark_others_thorough, thorough_case
 
 STACKED = ("gpt-oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4-moe")
 NOT_LOADED = ("kimi-linear",)  # by transformers, as plan says
@@ -41,10 +41,10 @@ def theirs(path: Path) -> torch.Tensor:
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("method", [further("rtn"), "gptq"])
+@pytest.mark.parametrize("method", [thorough_case("rtn"), "gptq"])
 def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: str) -> None:
     source = tiny("lfm2")
-    done = quantize(source, tmp_path / "q", swift(method, scheme="int8:g32:sym"))
+    done = quantize(source, tmp_path / "q", fast_recipe(method, scheme="int8:g32:sym"))
     assert len(done.plan.quantized()) == 2 * (2 + 3) + 2 * (4 + 3)
     with torch.inference_mode():
         ours = load(tmp_path / "q").model(IDS).logits
@@ -52,13 +52,13 @@ def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: st
     assert torch.equal(ours, theirs(tmp_path / "q"))
     assert not torch.equal(ours, theirs(source))
     assert verify(tmp_path / "q", source).findings == []
-    assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
+    assert 0 < evaluate_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
 
 
-@pytest.mark.parametrize("family", ["gpt2", further("openai-gpt")])
+@pytest.mark.parametrize("family", ["gpt2", thorough_case("openai-gpt")])
 def test_matrices_of_conv1d_are_decoded_on_loading(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source = tiny(family)
-    wanted = swift("gptq", scheme="int8:g32:sym", engine="transformers")
+    wanted = fast_recipe("gptq", scheme="int8:g32:sym", engine="transformers")
     done = quantize(source, tmp_path / "q", wanted)
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def transformers_says(plan: Plan) -> str:
     return "" if verdict.loads else verdict.reason
 
 
-@pytest.mark.parametrize("family", usual(ONE_BY_ONE, *SINGLE))
+@pytest.mark.parametrize("family", mark_others_thorough(ONE_BY_ONE, *SINGLE))
 def test_mixtures_decode_as_transformers_does(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Experts, shared experts and latent attention are quantized; routers and what weighs experts stay."""
     done = quantize(tiny(family), tmp_path / "q", recipe(scheme="int8:g32:sym", calibration=BLIND))
@@ -110,7 +110,7 @@ def test_experts_one_by_one(
     tiny: Tiny, tmp_path: Path, family: str, linears: int, method: str
 ) -> None:
     source = tiny(family)
-    done = quantize(source, tmp_path / "q", swift(method, scheme="int8:g32:sym"))
+    done = quantize(source, tmp_path / "q", fast_recipe(method, scheme="int8:g32:sym"))
     assert (len(done.plan.quantized()), done.plan.peak_memory_bytes > 0) == (linears, True)
     assert done.plan.needs
     assert transformers_says(done.plan) == ""
@@ -122,14 +122,14 @@ def test_experts_one_by_one(
     assert not torch.equal(ours, theirs(source))
     assert list(loaded.events) == []
     assert verify(tmp_path / "q", source).findings == []
-    assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
+    assert 0 < evaluate_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
 
 
 def test_experts_that_the_loader_unrolls_are_taken_one_by_one(tiny: Tiny, tmp_path: Path) -> None:
     """Of several schemes, and one that stays, too; all that stay are one tensor, which it does not take."""
     source = tiny("llama4")
     rules = (Rule("*layers.2*experts.1.*", "int4:g16:sym"), Rule("*layers.3*experts.2.*", "keep"))
-    wanted = swift("gptq", scheme="int8:g16:sym", rules=rules)
+    wanted = fast_recipe("gptq", scheme="int8:g16:sym", rules=rules)
     done = quantize(source, tmp_path / "q", wanted)
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
@@ -154,7 +154,7 @@ def test_rows_of_queries_that_an_engine_reorders_are_not_packed_for_it(
     assert not made["sglang"].loads
 
 
-@pytest.mark.parametrize("family", usual(STACKED, STACKS[0]))
+@pytest.mark.parametrize("family", mark_others_thorough(STACKED, STACKS[0]))
 def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Every expert is a tensor of its own; what stock transformers does not join is said, and decoded here rightly."""
     source = tiny(family)
@@ -183,7 +183,7 @@ def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, fami
         expected, ours = model(IDS).logits, load(tmp_path / "q").model(IDS).logits
     assert (ours - expected).abs().max() <= MOST
     assert verify(tmp_path / "q", source).findings == []
-    assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
+    assert 0 < evaluate_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
 
 
 @pytest.mark.parametrize("family", ["deepseek-v32", "gpt-oss"])
@@ -192,7 +192,7 @@ def test_transforms_and_feedback_work_on_all_experts(
 ) -> None:
     """An indexer that stays takes the factors of its norm; experts of a stack are calibrated one by one."""
     source = tiny(family)
-    done = quantize(source, tmp_path / "q", swift("awq+gptq", scheme="int8:g32:sym"))
+    done = quantize(source, tmp_path / "q", fast_recipe("awq+gptq", scheme="int8:g32:sym"))
     assert done.plan.needs
     assert {event.kind for event in done.events} == {"few-calibration-tokens", "expert-few-tokens"}
     report = verify(tmp_path / "q", source)
@@ -203,10 +203,10 @@ def test_transforms_and_feedback_work_on_all_experts(
         assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
 
 
-@pytest.mark.parametrize("family", usual(STACKED, STACKS[0]))
+@pytest.mark.parametrize("family", mark_others_thorough(STACKED, STACKS[0]))
 def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source = tiny(family)
-    rest = swift("gptq", scheme="int8:g32:sym", ignore=("*experts*",))
+    rest = fast_recipe("gptq", scheme="int8:g32:sym", ignore=("*experts*",))
     done = quantize(source, tmp_path / "q", rest)
     assert len(done.plan.quantized()) == DENSE.get(family, 3 * 4)
     assert "low-coverage" not in {event.kind for event in done.events}
@@ -218,7 +218,7 @@ def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, fa
 
 def test_experts_that_stay_beside_packed_layers_are_not_joined(tiny: Tiny, tmp_path: Path) -> None:
     source = tiny("mixtral")
-    rest = swift("awq+gptq", scheme="int8:g32:sym", ignore=("*experts*",))
+    rest = fast_recipe("awq+gptq", scheme="int8:g32:sym", ignore=("*experts*",))
     done = quantize(source, tmp_path / "rest", rest)
     assert len(done.plan.quantized()) == 3 * 4
     assert "joins packed experts alone" in transformers_says(done.plan)

@@ -14,14 +14,16 @@ import pytest
 
 from scripts import families
 from tests.conftest import tiny_tokenizer
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 FAMILIES = ("bloom", "dbrx", "deepseek_v3", "falcon", "gpt_oss", "jamba", "llava", "mamba", "molmo2", "olmo_hybrid",
             "qwen3_vl_moe")  # fmt: skip
 UNLOADED = {"gpt_oss", "qwen3_vl_moe"}  # by the plan: transformers wants its experts stacked
 
 
-@pytest.mark.parametrize("name", usual(FAMILIES, "falcon", "dbrx", "jamba", "llava", "molmo2"))
+@pytest.mark.parametrize(
+    "name", mark_others_thorough(FAMILIES, "falcon", "dbrx", "jamba", "llava", "molmo2")
+)
 def test_nothing_is_silently_wrong(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,12 +36,12 @@ def test_nothing_is_silently_wrong(
 @pytest.mark.parametrize(
     ("name", "steps", "share"),
     [
-        further(
+        thorough_case(
             "axk2", ("plan", "gptq", "eval"), 0.95
         ),  # its blocks ask a packed weight for its type
         ("biogpt", ("plan", "awq", "verify"), 0.99),  # what absorbed a factor is derived
-        further("falcon", ("plan", "gptq", "verify"), 0.99),
-        further(
+        thorough_case("falcon", ("plan", "gptq", "verify"), 0.99),
+        thorough_case(
             "kimi_linear", ("plan", "awq"), 0.9
         ),  # files hold the convolutions of q, k and v apart
         ("mistral4", ("plan", "gptq", "eval"), 0.99),  # files hold all experts in one tensor

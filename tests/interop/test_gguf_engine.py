@@ -18,7 +18,7 @@ from quantforge.formats.gguf.parameters import translate_parameters
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 NO_DATA = CalibrationOptions(source="none")
 IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14, 250, 199]
@@ -41,7 +41,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize(
-    "name", usual(sorted({**gguf_models.FAMILIES, **gguf_models.WRITTEN}), *KINDS)
+    "name", mark_others_thorough(sorted({**gguf_models.FAMILIES, **gguf_models.WRITTEN}), *KINDS)
 )
 def test_an_exported_model_computes_in_llama_cpp_what_it_computes_in_transformers(name, tmp_path):
     model = gguf_models.make(name, tmp_path / "m")
@@ -83,15 +83,15 @@ MULTIPLIERS = dict.fromkeys(
 
 
 @pytest.mark.parametrize(("name", "changes"), [
-    ("granite", MULTIPLIERS), further("granitemoe", MULTIPLIERS),
+    ("granite", MULTIPLIERS), thorough_case("granitemoe", MULTIPLIERS),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                                    "high_freq_factor": 4.0}}),
     ("phi3-long", {"original_max_position_embeddings": ABSENT}),
     ("phi3-long", {"rope_parameters": {**gguf_models.FAMILIES["phi3-long"][1]["rope_parameters"], "factor": 3.0}}),
     ("gpt_oss", {"rope_parameters": {}}),
-    *(further(name, {"rope_parameters": {}}) for name in ("ernie4_5_moe", "minimax_m2")),
-    ("deepseek_v3", {"topk_group": 2, "num_key_value_heads": 2}), further("deepseek_v2", {"n_group": 2}),
-    ("gemma", {"hidden_act": "gelu"}), further("hunyuan_v1_moe", {"moe_topk": ABSENT}),
+    *(thorough_case(name, {"rope_parameters": {}}) for name in ("ernie4_5_moe", "minimax_m2")),
+    ("deepseek_v3", {"topk_group": 2, "num_key_value_heads": 2}), thorough_case("deepseek_v2", {"n_group": 2}),
+    ("gemma", {"hidden_act": "gelu"}), thorough_case("hunyuan_v1_moe", {"moe_topk": ABSENT}),
 ], ids=str)  # fmt: skip
 def test_keys_that_are_left_out_or_null_are_what_transformers_takes_them_for(
     name, changes, tmp_path
@@ -108,7 +108,7 @@ def test_experts_without_shared_ones_are_written(tmp_path):
     assert computes_the_same(model, tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("name", [further("granitemoe"), "gpt_oss"])
+@pytest.mark.parametrize("name", [thorough_case("granitemoe"), "gpt_oss"])
 def test_quantized_experts_compute_what_they_did(name, tmp_path):
     """Experts of a stack are rounded one by one and stacked again, gate and up apart."""
     model = gguf_models.make(name, tmp_path / "m")
@@ -261,7 +261,9 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 # Superblocks with and without minima, blocks of 32, values of a table.
-@pytest.mark.parametrize("kind", [further("Q3_K_M"), "Q4_K_M", further("Q5_0"), further("IQ4_XS")])
+@pytest.mark.parametrize(
+    "kind", [thorough_case("Q3_K_M"), "Q4_K_M", thorough_case("Q5_0"), thorough_case("IQ4_XS")]
+)
 def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
     from quantforge.runtime.load import load
 
@@ -286,7 +288,7 @@ def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [further("IQ1_M"), "IQ2_XXS", further("IQ2_M"), further("IQ3_XXS")]
+    "kind", [thorough_case("IQ1_M"), "IQ2_XXS", thorough_case("IQ2_M"), thorough_case("IQ3_XXS")]
 )
 def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path):
     from quantforge.runtime.load import load

@@ -12,7 +12,7 @@ from quantforge import api
 from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from tests.runs import command
+from tests.runs import run_command
 
 xllamacpp = pytest.importorskip("xllamacpp")
 DEMO = Path(__file__).parents[2] / "models/demo"
@@ -47,12 +47,12 @@ def url(file: Path) -> Iterator[str]:
 
 
 def test_requests_are_served_in_their_length(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = command(capsys, "bench", DEMO, "--url", url, *SMALL, "--json")
+    result = run_command(capsys, "bench", DEMO, "--url", url, *SMALL, "--json")
     assert result.code == 0, result.err + result.out
     (row,) = json.loads(result.out)["rows"]
     figures = row["metrics"]
     assert (row["name"], figures["requests"], figures["failed"]) == (url, 5, 0)
-    own = command(capsys, "bench", DEMO, *SMALL, "--json")
+    own = run_command(capsys, "bench", DEMO, *SMALL, "--json")
     (here,) = json.loads(own.out)["rows"]
     for count in ("prompt_tokens", "new_tokens"):
         assert figures[count] == here["metrics"][count]
@@ -60,8 +60,8 @@ def test_requests_are_served_in_their_length(url: str, capsys: pytest.CaptureFix
 
 
 def test_its_model_is_known_by_its_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    named = command(capsys, "bench", DEMO, "--url", url, *SMALL, "--served-name", NAME)
+    named = run_command(capsys, "bench", DEMO, "--url", url, *SMALL, "--served-name", NAME)
     assert named.code == 0, named.err
-    other = command(capsys, "bench", DEMO, "--url", url, *SMALL, "--served-name", "another")
+    other = run_command(capsys, "bench", DEMO, "--url", url, *SMALL, "--served-name", "another")
     assert other.code == 3
     assert NAME in other.err

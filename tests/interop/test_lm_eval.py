@@ -18,7 +18,7 @@ from quantforge.evaluation import tasks as task_library
 from quantforge.evaluation.task_model import TaskModel, disjoint_windows
 from quantforge.evaluation.tasks import Tasks, check, run
 from quantforge.runtime.load import load
-from tests.evaluations import tokenizer_at
+from tests.evaluations import load_tokenizer
 
 CHOICE = """
 task: local_choice
@@ -96,7 +96,7 @@ def tasks(tmp_path, monkeypatch):
 
 def test_local_tasks(tiny, tasks):
     files, rows = tasks
-    answers = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, load_tokenizer(tiny("llama")), 64)
     found = run(answers, Tasks(tuple(files)))
     choices = [" model", " grid", " row"]
     right = 0
@@ -210,7 +210,7 @@ def test_a_group_means_tasks_of_other_files_and_of_the_library(tiny, tasks, tmp_
     group.write_text("group: ours\ntask:\n  - my task\n")
     wanted = Tasks((str(file), str(group)))
     check(wanted)
-    model = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
+    model = TaskModel(load(tiny("llama")).model, load_tokenizer(tiny("llama")), 64)
     assert {"my task", "ours"} <= run(model, wanted).keys()
     assert len(task_library._resolve_tasks(wanted)[0].all_tasks) > 1000
 
@@ -239,7 +239,7 @@ def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
     file = tmp_path / "own" / "a.yaml"
     file.write_text(text)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a program"))
-    answers = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, load_tokenizer(tiny("llama")), 64)
     capfd.readouterr()
     check(Tasks((str(file),)))
     run(answers, Tasks((str(file),)))
@@ -248,14 +248,14 @@ def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
 
 @pytest.mark.usefixtures("indexed")
 def test_patterns_are_all_that_they_mean(tiny, tasks, tmp_path):
-    answers = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, load_tokenizer(tiny("llama")), 64)
     wanted = Tasks((*tasks[0], "local_te*"))
     check(wanted)
     assert set(run(answers, wanted)) == {"local_choice", "local_texts", "local_write"}
 
 
 def test_our_own_errors_are_not_those_of_a_task(tiny, tasks, monkeypatch):
-    answers = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, load_tokenizer(tiny("llama")), 64)
 
     def broken(*_):
         raise ZeroDivisionError
@@ -307,7 +307,7 @@ def test_code_is_kept_from_running_wherever_the_library_finds_it(tiny, tasks, tm
     text = (tmp_path / "choice.yaml").read_text()
     coded = tmp_path / "coded.yaml"
     coded.write_text(text.replace("local_choice", "coded") + "process_docs: !function helper.f\n")
-    answers = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, load_tokenizer(tiny("llama")), 64)
     with pytest.raises(RefusedError, match="!function"):
         run(answers, Tasks((str(coded),)))
     assert not (tmp_path / "ran").exists()

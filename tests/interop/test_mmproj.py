@@ -16,8 +16,8 @@ import torch
 
 from tests import vision_models
 from tests.gguf_exports import export
-from tests.mtmd import embeddings, in_fresh_memory, serving
-from tests.thorough import usual
+from tests.mtmd import embeddings, llama_cpp_server, run_in_new_process
+from tests.thorough import mark_others_thorough
 
 pytest.importorskip("xllamacpp")
 NAMES = sorted(vision_models.CASES)
@@ -58,12 +58,14 @@ def made(
     return request.param, model, export(model, root / "x.gguf", "F32", mmproj=True)
 
 
-@pytest.mark.parametrize("made", usual(NAMES, *TOWERS), indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "made", mark_others_thorough(NAMES, *TOWERS), indirect=True, scope="module"
+)
 def test_the_tower_makes_of_a_picture_what_transformers_makes_of_it(
     made: tuple[str, Path, Path],
 ) -> None:
     name, model, file = made
-    expected = vision_models.features(name, vision_models.load(model))
+    expected = vision_models.image_features(name, vision_models.load(model))
     found = computed(name, file, expected.shape[1])
     assert found.shape == expected.shape
     if name == "llama4":  # column by column, of which an event tells
@@ -77,7 +79,7 @@ def test_the_tower_makes_of_a_picture_what_transformers_makes_of_it(
 def computed(name: str, file: Path, width: int) -> np.ndarray:
     """What llama.cpp makes of a family's picture."""
     tower = file.with_name(f"mmproj-{file.stem}-F16.gguf")
-    return in_fresh_memory(embeddings, file, tower, vision_models.picture(name), width)
+    return run_in_new_process(embeddings, file, tower, vision_models.random_image(name), width)
 
 
 class Server:
@@ -107,7 +109,7 @@ class Server:
 
     def likeliest(self, prompt: str, pixels: np.ndarray) -> dict[int, float]:
         """The likeliest tokens behind a prompt with a picture, and their log-probabilities."""
-        picture = base64.b64encode(vision_models.png(pixels)).decode()
+        picture = base64.b64encode(vision_models.encode_png(pixels)).decode()
         answer = self.post("/completion", {
             "prompt": {"prompt_string": prompt, "multimodal_data": [picture]},
             "n_predict": 1, "n_probs": 40, "temperature": 0, "cache_prompt": False,
@@ -119,7 +121,7 @@ class Server:
 @pytest.fixture
 def server(made: tuple[str, Path, Path]) -> Iterator[Server]:
     file = made[2]
-    with serving(file, file.with_name(f"mmproj-{file.stem}-F16.gguf")) as address:
+    with llama_cpp_server(file, file.with_name(f"mmproj-{file.stem}-F16.gguf")) as address:
         yield Server(address)
 
 
@@ -129,8 +131,8 @@ def expected(name: str, file: Path, before: list[int], behind: list[int]) -> tor
     if name in HANDED:
         made = torch.tensor(computed(name, file, whole.config.text_config.hidden_size))
         whole.get_submodule(HANDED[name]).forward = lambda *_, **__: made
-    ids = torch.tensor([[*before, *vision_models.tokens(name, whole), *behind]])
-    kinds = (ids == vision_models.PICTURE).int()
+    ids = torch.tensor([[*before, *vision_models.image_tokens(name, whole), *behind]])
+    kinds = (ids == vision_models.IMAGE_TOKEN).int()
     named = {"gemma3": {"token_type_ids": kinds}, "llama4": {}, "ministral3": {}, "mistral3": {}}
     beside = named.get(name, {"mm_token_type_ids": kinds})
     with torch.no_grad():
@@ -138,7 +140,7 @@ def expected(name: str, file: Path, before: list[int], behind: list[int]) -> tor
     return torch.log_softmax(found.logits[0, -1].double(), -1)
 
 
-@pytest.mark.parametrize("made", usual(NAMES, *TEXTS), indirect=True, scope="module")
+@pytest.mark.parametrize("made", mark_others_thorough(NAMES, *TEXTS), indirect=True, scope="module")
 def test_the_model_continues_a_text_with_a_picture_as_in_transformers(
     made: tuple[str, Path, Path], server: Server
 ) -> None:
@@ -146,10 +148,12 @@ def test_the_model_continues_a_text_with_a_picture_as_in_transformers(
     start, end = AROUND[name]
     before = [*server.ids(BEFORE, first=True), *(server.ids(start) if start else ())]
     wanted = expected(name, file, before, [*server.ids(end), *server.ids(BEHIND)])
-    found = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", vision_models.picture(name))
+    found = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", vision_models.random_image(name))
     worst = max(abs(value - wanted[token].item()) for token, value in found.items())
     assert worst < 2e-2
     likeliest = max(found, key=found.get)
     assert wanted.max() - wanted[likeliest] < 4e-2  # unless two are nearly a tie
-    other = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", 255 - vision_models.picture(name))
+    other = server.likeliest(
+        f"{BEFORE}{server.marker}{BEHIND}", 255 - vision_models.random_image(name)
+    )
     assert max(abs(other.get(token, 0.0) - value) for token, value in found.items()) > 5 * worst

@@ -23,8 +23,8 @@ from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests import peers
-from tests.evaluations import compared
-from tests.thorough import usual
+from tests.evaluations import evaluate_models
+from tests.thorough import mark_others_thorough
 
 RECORDS = {path.stem: path for path in sorted(peers.FIXTURES.glob("*.json"))}
 TEXT = "the weights of the model are rounded to the nearest point of the grid, row by row; " * 8
@@ -88,24 +88,24 @@ def test_inspect_tells_what_is_in_it():
         assert 3 < found.bits_per_quantized_weight < 9.5, name
 
 
-@pytest.mark.parametrize("name", usual(RECORDS, *COMPUTED))
+@pytest.mark.parametrize("name", mark_others_thorough(RECORDS, *COMPUTED))
 def test_a_healthy_artifact_passes_verify_with_and_without_its_source(name, source):
     model = source(record(name)["source"])
     for given in (None, model):
         assert [str(item) for item in verify(artifact(name), given).findings] == []
 
 
-@pytest.mark.parametrize("name", usual(COMPUTED, *FEW))
+@pytest.mark.parametrize("name", mark_others_thorough(COMPUTED, *FEW))
 def test_it_is_evaluated_against_its_source(name, source):
     model = source(record(name)["source"])
     options = evaluation.EvaluationOptions(TEXT, "text", windows=2, length=64, speed=False)
-    row = compared(model, [artifact(name)], options).rows[1]
+    row = evaluate_models(model, [artifact(name)], options).rows[1]
     assert 0 < row["kl_mean"] < KL.get(name, 0.5)
 
 
 @pytest.mark.parametrize(
     "name",
-    usual(
+    mark_others_thorough(
         sorted(EXACT.keys() & RECORDS.keys()),
         *(
             "autoround",
@@ -127,7 +127,7 @@ def test_it_moves_to_another_format_without_loss(name, tmp_path):
         assert torch.equal(weight, after[module]), module
 
 
-@pytest.mark.parametrize("name", usual(COMPUTED, *FEW, "bnb-nf4-double"))
+@pytest.mark.parametrize("name", mark_others_thorough(COMPUTED, *FEW, "bnb-nf4-double"))
 def test_it_becomes_plain_weights(name, tmp_path):
     recipe = Recipe(format="plain", calibration=CalibrationOptions(source="none"))
     api.export(str(artifact(name)), recipe, tmp_path / "out", Settings(), allow_inexact=True)

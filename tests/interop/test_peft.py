@@ -11,7 +11,7 @@ from quantforge.runtime.adapter_layers import add_adapter, open_correction
 from quantforge.runtime.load import load
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(48)[None] * 7 % 300
@@ -20,11 +20,11 @@ IDS = torch.arange(48)[None] * 7 % 300
 @pytest.mark.parametrize(
     ("family", "scheme", "form", "method"),
     [
-        further("llama-wide", "int3:g32:sym", "compressed-tensors", "gptq"),
-        further("llama-wide", "int4:g32:sym", "compressed-tensors", "awq"),
+        thorough_case("llama-wide", "int3:g32:sym", "compressed-tensors", "gptq"),
+        thorough_case("llama-wide", "int4:g32:sym", "compressed-tensors", "awq"),
         ("phi3", "int4:g32:sym", "compressed-tensors", "rtn"),
         ("gpt2", "int4:g32:sym", "compressed-tensors", "rtn"),
-        further("llama-wide", "int8:row:sym", "bnb", "rtn"),
+        thorough_case("llama-wide", "int8:row:sym", "bnb", "rtn"),
         ("llama-wide", "nf4", "bnb", "rtn"),
     ],
 )

@@ -16,8 +16,14 @@ from transformers import (
 
 from quantforge.formats import compressed_tensors as ct
 from quantforge.formats.read_checks import tensor_headers
-from tests.quantized import decoded, kept_plan, plan_of, quantized_plan, random_tensor
-from tests.thorough import further, usual
+from tests.quantized import (
+    dequantize_reference,
+    format_plan,
+    quantized_plan,
+    random_tensor,
+    unquantized_plan,
+)
+from tests.thorough import mark_others_thorough, thorough_case
 
 IDS = torch.arange(48).reshape(1, 48) * 7 % 512
 LOWER_BITS = ["int2:g64:sym:f16", "int3:g128:sym:f32", "int3:row:sym:f16", "int5:g64:sym:f32"]
@@ -51,13 +57,13 @@ def export(model, scheme_of, directory):
             plan = quantized_plan(ct, name, scheme, shape, -1)
             tensor = random_tensor(plan.scheme.weight, shape, seed)
             tensors |= ct.pack(name.removesuffix(".weight"), tensor)
-            weight.copy_(decoded(tensor))
+            weight.copy_(dequantize_reference(tensor))
             plans.append(plan)
         elif name != "lm_head.weight" or not tied:
             tensors[name] = weight.clone()
-            plans.append(kept_plan(name, shape))
+            plans.append(unquantized_plan(name, shape))
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"dtype": "float32"}
-    for name, content in ct.side_files(plan_of(ct, plans), config).items():
+    for name, content in ct.side_files(format_plan(ct, plans), config).items():
         (directory / name).write_bytes(content)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
@@ -75,7 +81,7 @@ def assert_loads(model, directory, **options):
 
 
 @pytest.mark.parametrize(
-    "scheme", usual(LOWER_BITS + KERNEL_BITS, *LOWER_BITS[:3:2], *KERNEL_BITS[::4])
+    "scheme", mark_others_thorough(LOWER_BITS + KERNEL_BITS, *LOWER_BITS[:3:2], *KERNEL_BITS[::4])
 )
 def test_symmetric_schemes_load(tmp_path, scheme):
     model = tiny_llama()
@@ -90,7 +96,8 @@ def test_a_tied_model_loads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int4:g128:asym:f32", further("int3:g64:asym:f32"), further("int8:row:asym:f32")]
+    "scheme",
+    ["int4:g128:asym:f32", thorough_case("int3:g64:asym:f32"), thorough_case("int8:row:asym:f32")],
 )
 def test_asymmetric_schemes_load_dequantized(tmp_path, scheme):
     """Packed zero points load in no other way with compressed-tensors 0.18 to 0.20.
@@ -165,5 +172,5 @@ def test_we_read_what_the_library_saves(tmp_path, weights):
     for layout in layouts:
         tensor = ct.unpack(layout, {name: written[name] for name in layout.tensor_names})
         expected = model.get_submodule(layout.module).weight
-        torch.testing.assert_close(decoded(tensor), expected.data, rtol=1e-6, atol=0)
+        torch.testing.assert_close(dequantize_reference(tensor), expected.data, rtol=1e-6, atol=0)
         assert layout.scheme.weight.bits == weights["num_bits"]

@@ -20,8 +20,8 @@ from quantforge.model.transformers_loading import LoadingResult, check_loading
 from quantforge.recipe import Recipe
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
-from tests.runs import command, copied, quantize, recipe
-from tests.thorough import usual
+from tests.runs import copy_model, quantize, recipe, run_command
+from tests.thorough import mark_others_thorough
 
 Tensors = dict[str, torch.Tensor]
 Made = Callable[[str, str], Path]
@@ -87,7 +87,8 @@ HEALTHY = [
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), usual(HEALTHY, *HEALTHY[1:4], HEALTHY[5], HEALTHY[7], HEALTHY[11])
+    ("family", "form"),
+    mark_others_thorough(HEALTHY, *HEALTHY[1:4], HEALTHY[5], HEALTHY[7], HEALTHY[11]),
 )
 def test_nothing_is_missed_in_healthy_results(made: Made, family: str, form: str) -> None:
     assert not agrees(made(family, form)).reason
@@ -134,7 +135,7 @@ CASES = [(form, plant) for form in ("compressed-tensors", "plain", "bnb") for pl
 
 
 def planted(model: Path, place: Path, plant: Callable[[Tensors], None]) -> Path:
-    damaged = copied(model, place)
+    damaged = copy_model(model, place)
     (file,) = damaged.glob("*.safetensors")
     tensors = load_file(file)
     plant(tensors)
@@ -142,7 +143,7 @@ def planted(model: Path, place: Path, plant: Callable[[Tensors], None]) -> Path:
     return damaged
 
 
-@pytest.mark.parametrize(("form", "plant"), usual(CASES, *CASES[:7]))
+@pytest.mark.parametrize(("form", "plant"), mark_others_thorough(CASES, *CASES[:7]))
 def test_planted_faults_are_missed_as_transformers_misses_them(
     made: Made, tmp_path: Path, form: str, plant: Callable[[Tensors], None]
 ) -> None:
@@ -188,7 +189,7 @@ def test_without_the_library_of_a_quantizer_it_is_not_tried_unless_names_alone_t
 
 def test_code_beside_a_model_is_never_run(made: Made, tmp_path: Path) -> None:
     """A type that only such code defines is not tried."""
-    model = copied(made("llama-tied", "plain"), tmp_path / "m")
+    model = copy_model(made("llama-tied", "plain"), tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     config |= {"model_type": "own", "auto_map": code}
@@ -205,11 +206,11 @@ def test_a_plan_leaves_open_what_it_cannot_tell_and_a_result_says_it(
     wanted = Recipe(scheme="int8:row", scales="absmax", method="rtn")
     (said,) = (one for one in api.plan(str(source), wanted).engines if one.engine == "transformers")
     assert (said.loads, "language_model.model." in said.reason) == (None, True)
-    asked = command(
+    asked = run_command(
         capsys, "plan", source, "--scheme", "int8:row", "--method", "rtn", "--scales", "absmax"
     )
     assert re.search(r"transformers +not tried", asked.out)
-    refused = command(
+    refused = run_command(
         capsys, "plan", source, "--scheme", "int8:row", "--method", "rtn", "--for", "transformers"
     )
     assert (refused.code, "would be random" in refused.err) == (4, True)
@@ -244,7 +245,7 @@ TOWERS = (
 )
 
 
-@pytest.mark.parametrize("family", usual(TOWERS, *TOWERS[:2]))
+@pytest.mark.parametrize("family", mark_others_thorough(TOWERS, *TOWERS[:2]))
 def test_declared_names_are_those_that_transformers_looks_for(tiny: Tiny, family: str) -> None:
     """A plan leaves open every prefix under which it finds nothing, and no other."""
     model = open_model(tiny(family))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 # Small blocks, work buffers of products (they differ between processors): half of `memory.OVERHEAD`.
 HEAP = 24 << 20
@@ -106,7 +106,7 @@ def measured() -> Callable[[str], tuple[int, list[int]]]:
     return cache(lambda family: run({family: FAMILIES[family]}, 4)[family])
 
 
-@pytest.mark.parametrize("family", usual(FAMILIES, "gemma2"))
+@pytest.mark.parametrize("family", mark_others_thorough(FAMILIES, "gemma2"))
 def test_peak_memory_matches_the_prediction(
     measured: Callable[[str], tuple[int, list[int]]], family: str
 ) -> None:
@@ -114,7 +114,7 @@ def test_peak_memory_matches_the_prediction(
     assert LEAST * predicted < max(peaks) < 1.15 * predicted + HEAP
 
 
-@pytest.mark.parametrize("family", usual(FAMILIES, "gemma2"))
+@pytest.mark.parametrize("family", mark_others_thorough(FAMILIES, "gemma2"))
 def test_peak_memory_does_not_grow_from_block_to_block(
     measured: Callable[[str], tuple[int, list[int]]], family: str
 ) -> None:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from quantforge import api
 from quantforge.settings import Settings
 from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
-from tests.runs import quantize, recipe, swift, tree
-from tests.thorough import further
+from tests.runs import fast_recipe, file_digests, quantize, recipe
+from tests.thorough import thorough_case
 
 METHODS = ("awq+gptq",)  # which tries plain rounding, too
 # One process runs every method: what surrounds a run is the same for all of them.
@@ -38,7 +38,7 @@ def here(model: Path, out: Path, methods: Sequence[str] = METHODS) -> None:
     """Run the same in this process, on one thread."""
     out.mkdir()
     for method in methods:
-        api.quantize(str(model), swift(method), out / method, Settings(threads=1))
+        api.quantize(str(model), fast_recipe(method), out / method, Settings(threads=1))
 
 
 def elsewhere(
@@ -70,7 +70,7 @@ def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeyp
     elsewhere(linked / model.name, tmp_path / "b", tmp_path / "there", 2,
               PYTHONHASHSEED="2", LC_ALL="tr_TR.UTF-8", TZ="Asia/Tokyo", COLUMNS="7")  # fmt: skip
     for method in METHODS:
-        first, second = tree(tmp_path / "a" / method), tree(tmp_path / "b" / method)
+        first, second = file_digests(tmp_path / "a" / method), file_digests(tmp_path / "b" / method)
         assert len(first) >= 5
         assert first == second, method
 
@@ -84,14 +84,14 @@ def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
     model = make_tiny("llama-1024", tmp_path / "model")
     here(model, tmp_path / "1", ["gptq"])
     elsewhere(model, tmp_path / "4", tmp_path / "in 4", 4, ["gptq"])
-    assert tree(tmp_path / "1" / "gptq") == tree(tmp_path / "4" / "gptq")
+    assert file_digests(tmp_path / "1" / "gptq") == file_digests(tmp_path / "4" / "gptq")
 
 
 @pytest.mark.parametrize(
     ("method", "format_key"),
     [
         ("gptq", "compressed-tensors"),
-        *(further("rtn", format_key) for format_key in ("gptq_v2", "awq")),
+        *(thorough_case("rtn", format_key) for format_key in ("gptq_v2", "awq")),
     ],
 )
 def test_shards_hold_the_same_tensors(
@@ -103,7 +103,7 @@ def test_shards_hold_the_same_tensors(
         quantize(
             model,
             tmp_path / name,
-            swift(method, format=format_key, scheme=scheme, max_shard_bytes=limit),
+            fast_recipe(method, format=format_key, scheme=scheme, max_shard_bytes=limit),
         )
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 3
@@ -115,13 +115,13 @@ def test_shards_hold_the_same_tensors(
 
 def test_hidden_states_in_memory_or_on_disk_give_the_same_bytes(tiny, tmp_path):
     for storage in ("memory", "disk"):
-        quantize(tiny("llama-wide"), tmp_path / storage, swift("gptq"), activations=storage)
-    assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
+        quantize(tiny("llama-wide"), tmp_path / storage, fast_recipe("gptq"), activations=storage)
+    assert file_digests(tmp_path / "memory") == file_digests(tmp_path / "disk")
 
 
 def test_results_contain_no_local_paths(tiny, tmp_path):
     model = tiny("llama-wide")
-    quantize(model, tmp_path / "out", swift("gptq"))
+    quantize(model, tmp_path / "out", fast_recipe("gptq"))
     api.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
     for path in [*(tmp_path / "out").iterdir(), *(tmp_path / "again").iterdir()]:
         data = path.read_bytes()

@@ -20,7 +20,7 @@ from quantforge.quantizers.gptq.hessian import Factor, factorize
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import LayerScheme, Scheme
 from tests.conftest import Tiny
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 from tests.unit.quantizers.test_awq import first_block, layers_of, observed
 
 SCHEMES = [
@@ -81,7 +81,7 @@ FEW = ("int2:g16:asym", "int4:row:asym:f32", "int4:tensor:sym", "int4:g16:min", 
        "iq2_xxs", "iq3_s")  # fmt: skip
 
 
-@pytest.mark.parametrize("grid", usual(SCHEMES, *FEW))
+@pytest.mark.parametrize("grid", mark_others_thorough(SCHEMES, *FEW))
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_no_gptq_row_is_worse_than_rtn(grid: str, data: st.DataObject) -> None:
@@ -93,7 +93,7 @@ def test_no_gptq_row_is_worse_than_rtn(grid: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("transform", "grid"),
-    usual(
+    mark_others_thorough(
         [
             (awq, "int4:g16:asym"),
             (awq, "nf4:g16"),
@@ -122,7 +122,7 @@ def test_no_gptq_row_is_worse_than_rtn_after_a_transform(
 
 @pytest.mark.parametrize(
     "grid",
-    usual(
+    mark_others_thorough(
         ["int4:g16:asym", "nf4:g16", "fp8_e4m3:4x16", "int4:tensor:sym", "q4_0"],
         *("int4:g16:asym", "fp8_e4m3:4x16", "int4:tensor:sym"),
     ),

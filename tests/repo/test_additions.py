@@ -19,8 +19,8 @@ from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import SIZES, Tiny, randomize, tiny_tokenizer
-from tests.evaluations import compared, options
-from tests.runs import copied, quantize, recipe
+from tests.evaluations import evaluate_models, options
+from tests.runs import copy_model, quantize, recipe
 from tests.toys import halving, squares
 from tests.toys import hyperclovax as hyperclovax_family
 
@@ -44,7 +44,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(halving.SEEN) == 8  # shared inputs of two blocks
     assert all(halving.SEEN)
     assert verify(tmp_path / "q", model).findings == []
-    rows = compared(model, [tmp_path / "q"], options()).rows
+    rows = evaluate_models(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     for text in ("awq+halving", "halving+rtn"):
         if text.startswith("awq"):
@@ -109,7 +109,7 @@ def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(plan.quantized()) == 7
     quantize(hyperclovax, tmp_path / "q", wanted)
     assert verify(tmp_path / "q", hyperclovax).findings == []
-    rows = compared(hyperclovax, [tmp_path / "q"], options()).rows
+    rows = evaluate_models(hyperclovax, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
 
 
@@ -124,12 +124,12 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "| toy | yes |" in (tmp_path / "q/README.md").read_text()
     report = verify(tmp_path / "q", model)
     assert (report.format, report.findings) == ("bytes-by-row", [])
-    lying = copied(tmp_path / "q", tmp_path / "lying")
+    lying = copy_model(tmp_path / "q", tmp_path / "lying")
     config = (lying / "config.json").read_text()
     (lying / "config.json").write_text(config.replace('"left_out": []', '"left_out": ["up_proj"]'))
     found = verify(lying, engine="other", forward=False).findings
     assert {"ignore-list", "engine"} <= {item.check for item in found}
-    rows = compared(model, [tmp_path / "q"], options()).rows
+    rows = evaluate_models(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     other = recipe(format="compressed-tensors")
     api.export(str(tmp_path / "q"), other, tmp_path / "ct", Settings(), allow_inexact=True)
@@ -149,6 +149,6 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         quantize(model, tmp_path / method, wanted)
         assert verify(tmp_path / method, model).findings == []
     places = [tmp_path / method for method in ("rtn", "gptq")]
-    plain, compensated = compared(model, places, options()).rows[1:]
+    plain, compensated = evaluate_models(model, places, options()).rows[1:]
     assert 0 < plain["kl_mean"] < 0.2
     assert 0 < compensated["kl_mean"] < 0.2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 ROOT = Path(__file__).parents[2]
 BUILDER = shutil.which("zensical")
@@ -42,7 +42,7 @@ def test_links_and_pictures_outside_of_the_site_are_there(name: str) -> None:
 
 @pytest.mark.skipif(BUILDER is None, reason="zensical is not installed")
 @pytest.mark.parametrize(
-    "broken", [further(""), further("[x](no-such-page.md)"), "[x](cli.md#no-such-part)"]
+    "broken", [thorough_case(""), thorough_case("[x](no-such-page.md)"), "[x](cli.md#no-such-part)"]
 )
 def test_the_site_builds_and_a_link_that_leads_nowhere_stops_it(
     broken: str, tmp_path: Path

@@ -26,7 +26,7 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY, Tiny
 from tests.runs import quantize, recipe
-from tests.thorough import further, usual
+from tests.thorough import mark_others_thorough, thorough_case
 
 ROWS = torch.randint(0, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
 RECORD = Method(
@@ -51,7 +51,7 @@ def logits(checkpoint: Checkpoint) -> Tensor:
 
 @pytest.mark.parametrize(
     "family",
-    usual(
+    mark_others_thorough(
         ("llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "lfm2"), "gemma2", "phi3", "gpt2"
     ),
 )
@@ -87,7 +87,7 @@ assert "torch" not in sys.modules
     ("family", "method", "scheme", "form"),
     [
         ("gemma2", "unit-norms+gptq", "int8:g32:sym", "compressed-tensors"),
-        further("llama-wide", "unit-norms+awq+rtn", "int4:g32:sym", "compressed-tensors"),
+        thorough_case("llama-wide", "unit-norms+awq+rtn", "int4:g32:sym", "compressed-tensors"),
         ("llama-wide", "unit-norms", None, "gguf"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import gguf_models
-from tests.conftest import made_once
+from tests.conftest import make_once_per_session
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if key not in created:
             own = f"gguf-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
             make = lambda path: gguf_models.make(name, path / "m", **changes)  # noqa: E731
-            created[key] = made_once(tmp_path_factory, own, make) / "m"
+            created[key] = make_once_per_session(tmp_path_factory, own, make) / "m"
         return created[key]
 
     return model

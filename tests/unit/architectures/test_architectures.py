@@ -29,7 +29,7 @@ from quantforge.files.reader import open_checkpoint
 from quantforge.model.skeleton import build_skeleton
 from quantforge.plans import StoredTensor
 from tests.conftest import FAMILIES, Tiny
-from tests.thorough import each_value, one_of_each
+from tests.thorough import parametrize_each_value, representative_families
 
 Headers = dict[str, StoredTensor]
 BAD_SIZES = ["32", -1, 0, math.nan, math.inf, 1.5, True, [32], 10**12]
@@ -74,7 +74,7 @@ VISION_PREFIX = "model.visual."  # where transformers has no class for the decod
 LINEARS_OUTSIDE_BLOCKS = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
 
 
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", representative_families(FAMILIES))
 def test_every_tensor_and_linear_is_matched(headers: Any, family: str) -> None:
     config, stored = headers(family)
     model_layout = match_tensors(config, stored.values())
@@ -96,7 +96,7 @@ def test_every_tensor_and_linear_is_matched(headers: Any, family: str) -> None:
     assert all(f"{name}.weight" in stored for name in shared)
 
 
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", representative_families(FAMILIES))
 def test_declared_linears_and_shapes_match_transformers(headers: Any, family: str) -> None:
     """Nothing that could be quantized is forgotten, and what is declared has the shape of the module."""
     config, stored = headers(family)
@@ -485,7 +485,7 @@ def test_layer_types_that_are_no_list_are_refused(family: Any) -> None:
         family({"layer_types": 5})
 
 
-@each_value(
+@parametrize_each_value(
     (
         "values",
         [
@@ -514,7 +514,7 @@ def test_bad_layer_types_and_sliding_windows_are_refused(
         match_tensors(config | values, stored.values())
 
 
-@each_value(
+@parametrize_each_value(
     ("value", BAD_SIZES),
     ("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]),
     ids=str,

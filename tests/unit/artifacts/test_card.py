@@ -31,7 +31,7 @@ from quantforge.formats import FORMATS, load_format
 from quantforge.plans import EngineVerdict
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, command, copied, quantize, recipe, swift
+from tests.runs import CALIBRATION, copy_model, fast_recipe, quantize, recipe, run_command
 
 
 def read_card(directory: Path) -> ModelCard:
@@ -79,7 +79,7 @@ def test_every_engine_of_a_format_has_a_loading_snippet() -> None:
 
 
 def test_base_model_is_a_hub_name_or_omitted(tiny: Tiny, tmp_path: Path) -> None:
-    model = copied(tiny("llama-wide"), tmp_path / "m")
+    model = copy_model(tiny("llama-wide"), tmp_path / "m")
     (model / "README.md").write_text(
         "---\nlicense: mit\nlanguage: no\nbase_model: other/thing\nwidget: [x]\n---\n# M\n"
     )
@@ -110,7 +110,7 @@ def test_a_result_that_no_engine_loads_names_no_library(tiny: Tiny) -> None:
 
 def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> None:
     rows = replace(CALIBRATION, random_share=0.5)
-    requested_recipe = swift("gptq", scheme="int4:g32:sym:f16", calibration=rows)
+    requested_recipe = fast_recipe("gptq", scheme="int4:g32:sym:f16", calibration=rows)
     quantize(tiny("llama-wide"), tmp_path / "a", requested_recipe, base_model="org/name")
     export(tmp_path / "a", format="gptq", out=tmp_path / "b")
     export(tmp_path / "b", format="compressed-tensors", out=tmp_path / "c")
@@ -132,7 +132,7 @@ def test_an_export_card_lists_the_whole_lineage(tiny: Tiny, tmp_path: Path) -> N
 
 def test_a_card_names_the_calibration_text(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "q"
-    quantize(tiny("llama-wide"), out, swift("gptq", scheme="int4:g32:sym:f16"))
+    quantize(tiny("llama-wide"), out, fast_recipe("gptq", scheme="int4:g32:sym:f16"))
     sources = manifest.read_manifest(out)["calibration"]["sources"]
     text = (out / "README.md").read_text()
     assert f"tokens from `{', '.join(sources)}`;" in text
@@ -143,7 +143,7 @@ def test_a_card_title_does_not_depend_on_the_directory(
 ) -> None:
     model = tiny("llama-wide")
     arguments = ("--method", "rtn", "--bits", "4", "--scales", "absmax", "-o", tmp_path / "my+name")
-    result = command(capsys, "quantize", model, *arguments)
+    result = run_command(capsys, "quantize", model, *arguments)
     assert f"hf upload ORG/my-name {tmp_path / 'my+name'} ." in result.err
     text = (tmp_path / "my+name" / "README.md").read_text()
     assert f"# {model.name} quantized by rtn (compressed-tensors)\n" in text
@@ -183,7 +183,7 @@ def test_repository_names_are_valid_on_the_hub(name: str) -> None:
 
 
 def test_a_card_describes_events_and_experts_in_sentences(tiny: Tiny, tmp_path: Path) -> None:
-    quantize(tiny("qwen3-moe"), tmp_path / "q", swift("gptq", scheme="int4:g128:sym"))
+    quantize(tiny("qwen3-moe"), tmp_path / "q", fast_recipe("gptq", scheme="int4:g128:sym"))
     text = (tmp_path / "q" / "README.md").read_text()
     assert "- A tensor cannot hold the scheme asked for and was given another: " in text
     assert "Its 8 experts saw " in text

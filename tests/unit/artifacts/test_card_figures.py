@@ -14,7 +14,7 @@ from quantforge.artifacts.manifest import NAME
 from quantforge.errors import InputError, UsageError
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
-from tests.runs import command, copied, quantize, recipe, tree
+from tests.runs import copy_model, file_digests, quantize, recipe, run_command
 
 SECTION = card_figures._SECTION
 
@@ -34,8 +34,8 @@ def evaluate_into_card(model: Path, result: Path, **options: Any) -> None:
 def test_measured_figures_change_only_their_card_sections(
     tiny: Tiny, quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = copied(quantized, tmp_path / "q")
-    card_path, before = result / "README.md", tree(result)
+    result = copy_model(quantized, tmp_path / "q")
+    card_path, before = result / "README.md", file_digests(result)
     text = card_path.read_text()
     arguments = (
         "eval",
@@ -48,10 +48,10 @@ def test_measured_figures_change_only_their_card_sections(
         "--card",
         result,
     )
-    assert command(capsys, *arguments, "--no-speed", "-q").code == 0
+    assert run_command(capsys, *arguments, "--no-speed", "-q").code == 0
     first = card_path.read_text()
     assert card_figures.with_figures(first, "", "") == text
-    assert {**tree(result), "README.md": before["README.md"]} == before
+    assert {**file_digests(result), "README.md": before["README.md"]} == before
     data = ModelCard(first).data
     metrics = {item.metric_type: item for item in data.eval_results}
     assert data.model_name == "q"
@@ -70,7 +70,7 @@ def test_measured_figures_change_only_their_card_sections(
 
 
 def test_edits_of_a_card_by_hand_are_preserved(tiny: Tiny, quantized: Path, tmp_path: Path) -> None:
-    result = copied(quantized, tmp_path / "q")
+    result = copy_model(quantized, tmp_path / "q")
     card_path = result / "README.md"
     mine = card_path.read_bytes().replace(
         b"## Loading", b"## Mine\r\n\xff\xfe text\r\n\n## Loading"
@@ -98,7 +98,7 @@ def test_a_damaged_section_delimiter_is_refused_before_measuring(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = copied(quantized, tmp_path / "q")
+    result = copy_model(quantized, tmp_path / "q")
     card_path = result / "README.md"
     card_path.write_text(change(card_path.read_text()))
     damaged = card_path.read_bytes()
@@ -112,7 +112,7 @@ def test_a_damaged_section_delimiter_is_refused_before_measuring(
 
 
 def test_a_foreign_or_missing_card_is_refused(tiny: Tiny, quantized: Path, tmp_path: Path) -> None:
-    result, model = copied(quantized, tmp_path / "q"), tiny("llama-wide")
+    result, model = copy_model(quantized, tmp_path / "q"), tiny("llama-wide")
     with pytest.raises(UsageError, match="no model of it is measured"):
         evaluate_into_card(model, result, card=model)
     (result / "README.md").rename(tmp_path / "kept.md")

@@ -16,7 +16,7 @@ from quantforge.files.hub import source_name
 from quantforge.notation import parse
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from tests.conftest import Tiny
-from tests.runs import copied, quantize, recipe
+from tests.runs import copy_model, quantize, recipe
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_source_names_come_from_paths_and_hub_snapshots(tmp_path):
 
 
 def test_a_model_in_an_unsupported_format_can_be_inspected(tiny, tmp_path):
-    source = copied(tiny("llama-wide"), tmp_path / "m")
+    source = copy_model(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "quanto", "weights": "int8"}
     (source / "config.json").write_text(json.dumps(config))

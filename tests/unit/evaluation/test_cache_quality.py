@@ -29,7 +29,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge_kernels.kv import PAGE_SIZE
 from tests.conftest import make_tiny
-from tests.evaluations import TEXT, compared, options
+from tests.evaluations import TEXT, evaluate_models, options
 
 KINDS = ("int8", "int4", "k=int8,v=int4")
 ROOT = Path(__file__).parents[3]
@@ -181,7 +181,7 @@ def test_key_nats_are_log_probabilities_of_the_key(source, trial, rows):
 
 def test_an_evaluation_with_caches_follows_the_published_schema(source):
     changed = options(text=TEXT * 4, caches=("int8", "k=int8,v=int4"), windows=20)
-    evaluation = compared(source, [source], changed)
+    evaluation = evaluate_models(source, [source], changed)
     assert [row["kind"] for row in evaluation.rows[1]["caches"]] == [
         "16bit",
         "int8",
@@ -192,7 +192,7 @@ def test_an_evaluation_with_caches_follows_the_published_schema(source):
     assert document["caches"]["length"] == 128
     schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
     jsonschema.validate(document, schema)
-    assert compared(source, [], options()).to_json()["caches"] is None
+    assert evaluate_models(source, [], options()).to_json()["caches"] is None
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "gpt2"])
@@ -201,7 +201,7 @@ def test_cache_comparison_is_refused_for_models_without_our_decoder(tiny, family
         "quantforge.evaluation.compare_models.load", lambda *_: pytest.fail("loaded")
     )
     with pytest.raises(RefusedError, match="own decoder"):
-        compared(tiny(family), [], options(caches=("int8",)))
+        evaluate_models(tiny(family), [], options(caches=("int8",)))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from quantforge.progress import Progress, report_to
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from tests.evaluations import compared, options, windows_of
+from tests.evaluations import evaluate_models, evaluation_windows, options
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
@@ -32,10 +32,10 @@ def test_perplexity_equals_the_loss_of_transformers(tiny, family):
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32).eval()
-    windows = windows_of(tiny(family))
+    windows = evaluation_windows(tiny(family))
     with torch.inference_mode():
         losses = [peer(ids[None], labels=ids[None]).loss.double().item() for ids in windows.ids]
-    row = compared(tiny(family), [], options()).rows[0]
+    row = evaluate_models(tiny(family), [], options()).rows[0]
     assert row["nll"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
 
@@ -44,7 +44,7 @@ def test_perplexity_equals_the_loss_of_transformers(tiny, family):
 def test_divergence_equals_full_logits_in_float64(tiny, tmp_path, family):
     recipe = Recipe(scheme="int3:g32:sym", scales="absmax")
     quantize(str(tiny(family)), recipe, tmp_path / "out", Settings())
-    windows = windows_of(tiny(family))
+    windows = evaluation_windows(tiny(family))
     source, model = load(tiny(family)).model, load(tmp_path / "out").model
     scores = score(model, windows, score_reference(source, windows))
     with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_divergence_equals_full_logits_in_float64(tiny, tmp_path, family):
 
 
 def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
-    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    model, windows = load(tiny("llama-tied")).model, evaluation_windows(tiny("llama-tied"))
     unchunked = score_reference(model, windows).scores
     logits, sizes = OutputHead.logits, []
 
@@ -82,7 +82,7 @@ def test_logits_in_chunks_give_the_same_scores(tiny, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
 def test_mlps_are_computed_in_chunks_of_tokens(tiny, monkeypatch, family):
-    model, windows = load(tiny(family)).model, windows_of(tiny(family))
+    model, windows = load(tiny(family)).model, evaluation_windows(tiny(family))
     with torch.inference_mode():
         unchunked = [hidden for _, hidden in final_hidden(model, windows.ids)]
     seen = []
@@ -98,7 +98,7 @@ def test_mlps_are_computed_in_chunks_of_tokens(tiny, monkeypatch, family):
 
 
 def test_an_unsplittable_head_is_computed_in_chunks_of_tokens(tiny, monkeypatch):
-    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    model, windows = load(tiny("llama-tied")).model, evaluation_windows(tiny("llama-tied"))
     reference = score_reference(model, windows)
     monkeypatch.setattr(OutputHead, "_weight_rows", lambda *_: None)
     monkeypatch.setattr(output_head, "MIN_CHUNK_TOKENS", 5)
@@ -118,7 +118,7 @@ def test_vocabulary_is_split_only_if_both_heads_allow_it(tiny, monkeypatch, whos
     monkeypatch.setitem(
         output_head.MAX_CHUNK_LOGITS, "cpu", 200
     )  # parts of a few words for a head that can
-    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    model, windows = load(tiny("llama-tied")).model, evaluation_windows(tiny("llama-tied"))
     reference = score_reference(model, windows)
     assert OutputHead(model).splits_vocabulary
     assert not Uncut(model).splits_vocabulary
@@ -136,7 +136,7 @@ def record_progress(reports: list[tuple[int, int]], report: Progress) -> None:
 
 
 def test_hidden_states_use_the_given_storage_and_progress_counts_windows(tiny, tmp_path):
-    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    model, windows = load(tiny("llama-tied")).model, evaluation_windows(tiny("llama-tied"))
     for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
         reports: list[tuple[int, int]] = []
         with report_to(partial(record_progress, reports)):

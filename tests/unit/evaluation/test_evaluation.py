@@ -28,7 +28,7 @@ from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge_kernels.cpu import instruction_sets
-from tests.evaluations import TEXT, compared, options, windows_of
+from tests.evaluations import TEXT, evaluate_models, evaluation_windows, options
 
 KEYS = {
     "path", "format", "scheme", "bits_per_weight", "weight_bytes", "resident_bytes", "read_bytes_per_token",
@@ -55,7 +55,7 @@ def full_evaluation(tiny, rounded) -> Evaluation:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
         patch.setattr(speed, "MAX_SECONDS", 0.0)
-        return compared(source, [source, rounded], options(speed=True))
+        return evaluate_models(source, [source, rounded], options(speed=True))
 
 
 def with_bos(source: Path, target: Path) -> Path:
@@ -72,7 +72,7 @@ def with_bos(source: Path, target: Path) -> Path:
 
 def test_without_bos_windows_cut_the_document_without_gaps(tiny):
     path = tiny("llama-tied")
-    windows = windows_of(path)
+    windows = evaluation_windows(path)
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
     assert windows.bos is None
     assert windows.ids.tolist() == [ids[i : i + 24] for i in range(0, 96, 24)]
@@ -81,24 +81,24 @@ def test_without_bos_windows_cut_the_document_without_gaps(tiny):
 
 def test_with_bos_every_window_begins_with_bos(tiny, tmp_path):
     path = with_bos(tiny("llama-tied"), tmp_path)
-    windows = windows_of(path)
+    windows = evaluation_windows(path)
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
     assert windows.bos == 0
     assert windows.ids.tolist() == [[0, *ids.ids[i : i + 23]] for i in range(0, 92, 23)]
-    protocol = compared(path, [], options()).protocol
+    protocol = evaluate_models(path, [], options()).protocol
     assert protocol.bos == 0
     assert protocol.tokens_scored == 4 * 23
     assert protocol.tokens_sha256 == windows.sha256
 
 
 def test_fewer_windows_when_the_text_is_short(tiny):
-    assert len(windows_of(tiny("llama-tied"), windows=10_000).ids) < 100
+    assert len(evaluation_windows(tiny("llama-tied"), windows=10_000).ids) < 100
 
 
 @pytest.mark.parametrize("text", ["", "the"])
 def test_nothing_to_score_is_an_error(tiny, text):
     with pytest.raises(InputError, match="nothing to score"):
-        compared(tiny("llama-tied"), [], options(text=text))
+        evaluate_models(tiny("llama-tied"), [], options(text=text))
 
 
 def test_the_protocol_states_text_windows_and_dtype(full_evaluation):
@@ -114,7 +114,9 @@ def test_the_protocol_states_text_windows_and_dtype(full_evaluation):
 def test_eight_bit_inputs_change_scores_and_are_reported(tiny, rounded, full_evaluation):
     """Only the quantized model changes; the reference and packed weights with float32 inputs do not."""
     source, messages = tiny("llama-tied"), []
-    eight = compared(source, [rounded], options(), Settings(input_bits=8, note=messages.append))
+    eight = evaluate_models(
+        source, [rounded], options(), Settings(input_bits=8, note=messages.append)
+    )
     assert eight.rows[0]["nll"] == full_evaluation.rows[0]["nll"]
     assert "llvm-int8" in eight.rows[1]["kernels"]
     assert "llvm-int8" not in full_evaluation.rows[2]["kernels"]
@@ -134,7 +136,7 @@ def test_input_bits_without_effect_give_a_note(tiny, tmp_path):
     recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
     quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())
     messages: list[str] = []
-    compared(
+    evaluate_models(
         tiny("llama"), [tmp_path / "nf4"], options(), Settings(input_bits=8, note=messages.append)
     )
     assert any(
@@ -156,7 +158,9 @@ def test_hidden_states_on_disk_give_the_same_figures(
     tiny, rounded, tmp_path, full_evaluation, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    on_disk = compared(tiny("llama-tied"), [rounded], options(), Settings(activations="disk"))
+    on_disk = evaluate_models(
+        tiny("llama-tied"), [rounded], options(), Settings(activations="disk")
+    )
     assert on_disk.rows[1]["kl_mean"] == full_evaluation.rows[2]["kl_mean"]
     assert list(tmp_path.iterdir()) == []
 
@@ -165,7 +169,7 @@ def test_hidden_states_on_disk_give_the_same_figures(
 
 
 def test_nan_scores_are_an_error(tiny):
-    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    model, windows = load(tiny("llama-tied")).model, evaluation_windows(tiny("llama-tied"))
     reference = score_reference(model, windows)
     model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
     with pytest.raises(InputError, match="is nan at token"):
@@ -179,11 +183,11 @@ def test_nan_scores_are_an_error(tiny):
 def test_a_different_tokenizer_is_refused(tiny, tmp_path):
     other = with_bos(tiny("llama-tied"), tmp_path)
     with pytest.raises(InputError, match="other tokens of the text"):
-        compared(tiny("llama-tied"), [other], options())
+        evaluate_models(tiny("llama-tied"), [other], options())
 
 
 def test_a_different_vocabulary_size_is_refused(tiny):
-    windows = windows_of(tiny("llama-tied"))
+    windows = evaluation_windows(tiny("llama-tied"))
     reference = score_reference(load(tiny("llama-tied")).model, windows)
     reference.head.vocabulary += 64
     with pytest.raises(InputError, match="vocabulary of 320, the reference has 384"):
@@ -192,12 +196,12 @@ def test_a_different_vocabulary_size_is_refused(tiny):
 
 def test_windows_longer_than_the_model_positions_are_refused(tiny):
     with pytest.raises(InputError, match="128 positions"):
-        compared(tiny("llama-tied"), [], options(length=129))
-    assert compared(tiny("llama-tied"), [], options(length=128)).rows
+        evaluate_models(tiny("llama-tied"), [], options(length=129))
+    assert evaluate_models(tiny("llama-tied"), [], options(length=128)).rows
 
 
 def test_a_head_with_unknown_operations_is_refused(tiny, monkeypatch):
-    model, windows = load(tiny("gemma2")).model, windows_of(tiny("gemma2"))
+    model, windows = load(tiny("gemma2")).model, evaluation_windows(tiny("gemma2"))
     assert score_reference(model, windows)
     model.config.final_logit_softcapping = 3.0  # seen by the model and by our head
     capped = score_reference(model, windows)
@@ -218,7 +222,7 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
     requested_options = options(
         text=TEXT * 4, caches=("int4",), prompts=Prompts("a test", ("the weights of",), 8)
     )
-    plain = compared(tiny("llama-tied"), [rounded], requested_options).rows[1]
+    plain = evaluate_models(tiny("llama-tied"), [rounded], requested_options).rows[1]
     assert plain["generated"]["kl_mean"] > 0.001
     for model in (tiny("llama-tied"), rounded):
         path = shutil.copytree(model, tmp_path / model.name)
@@ -226,7 +230,7 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
         config["final_logit_softcapping"] = 1.0  # a llama of transformers applies none
         (path / "config.json").write_text(json.dumps(config))
     copies = tmp_path / tiny("llama-tied").name, tmp_path / rounded.name
-    capped = compared(copies[0], [copies[1]], requested_options).rows[1]
+    capped = evaluate_models(copies[0], [copies[1]], requested_options).rows[1]
     for figures in ("kl_mean", "generated", "caches"):
         assert capped[figures] == plain[figures]
 
@@ -268,7 +272,7 @@ def test_speed_and_memory_are_measured(full_evaluation):
 
 
 def test_without_speed_and_with_one_window_figures_are_absent(tiny):
-    row = compared(tiny("llama-tied"), [], options(windows=1)).rows[0]
+    row = evaluate_models(tiny("llama-tied"), [], options(windows=1)).rows[0]
     assert row["perplexity"] > 1
     assert row["perplexity_se"] is None
     assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_utilization"] is None
@@ -289,14 +293,14 @@ def test_one_model_is_in_memory_at_a_time(tiny, rounded, monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
-    compared(tiny("llama-tied"), [rounded, rounded], options(speed=True))
+    evaluate_models(tiny("llama-tied"), [rounded, rounded], options(speed=True))
     assert len(loaded) == 6
 
 
 def test_progress_counts_windows(tiny):
     reports = []
     with report_to(reports.append):
-        compared(tiny("llama-tied"), [], options())
+        evaluate_models(tiny("llama-tied"), [], options())
     (last,) = [
         progress_report
         for progress_report in reports
@@ -313,7 +317,7 @@ def test_every_evaluation_phase_has_a_share_of_the_progress(tiny, monkeypatch):
     monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
     reports = []
     with report_to(reports.append):
-        compared(tiny("llama-tied"), [], options(caches=("int8",), speed=True))
+        evaluate_models(tiny("llama-tied"), [], options(caches=("int8",), speed=True))
     begun = {
         progress_report.phase.partition(" ")[0]: progress_report.share
         for progress_report in reversed(reports)
@@ -369,7 +373,7 @@ def test_a_tokenizer_that_fails_on_the_text_is_bad_input(tiny, tmp_path):
     model = shutil.copytree(tiny("llama-tied"), tmp_path / "model")
     Tokenizer(WordLevel({"word": 0}, unk_token="absent")).save(str(model / "tokenizer.json"))
     with pytest.raises(InputError, match=r"tokenizer\.json cannot encode a text of \d{3}"):
-        compared(model, [], options())
+        evaluate_models(model, [], options())
 
 
 def test_only_finite_task_metrics_are_kept():

@@ -20,7 +20,7 @@ from quantforge.evaluation.reference_text import (
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from tests.evaluations import compared, options, tokenizer_at, windows_of
+from tests.evaluations import evaluate_models, evaluation_windows, load_tokenizer, options
 
 PROMPTS_ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)
 
@@ -36,13 +36,13 @@ def models(tiny, tmp_path_factory):
 @pytest.mark.tokens
 def test_answers_and_divergence_equal_those_of_transformers(models):
     source, rounded = models
-    _, itself, row = compared(source, [source, rounded], options(prompts=PROMPTS_ASKED)).rows
+    _, itself, row = evaluate_models(source, [source, rounded], options(prompts=PROMPTS_ASKED)).rows
     assert itself["generated"]["kl_mean"] == 0
     assert itself["generated"]["diverged_answers"] == 0
     assert itself["generated"]["length_ratio"] == 1
 
     reference, model = load(source).model, load(rounded).model
-    tokenizer = tokenizer_at(source)
+    tokenizer = load_tokenizer(source)
     means, texts, first = [], [], []
     with torch.inference_mode():
         for text in PROMPTS_ASKED.texts:
@@ -93,7 +93,7 @@ def test_summary_of_answers_that_diverge_or_end_early():
 def test_prompts_too_long_for_the_positions_are_refused(models):
     prompts = Prompts("long", ("short", "the weights " * 60), 64)
     with pytest.raises(InputError, match=r"prompt 2 has \d+ tokens, 64 are generated"):
-        compared(models[0], [], options(prompts=prompts))
+        evaluate_models(models[0], [], options(prompts=prompts))
 
 
 def test_prompts_are_paragraphs_or_records(tmp_path):
@@ -142,7 +142,7 @@ def test_prompts_are_rendered_with_tools_and_unused_columns_noted(tmp_path):
 
 def test_block_errors_exclude_errors_of_earlier_blocks(models):
     source, _ = models
-    window = windows_of(source).ids[0]
+    window = evaluation_windows(source).ids[0]
     reference, other = load(source).model, load(source).model
     reference_states = block_states(reference, window)
     assert block_errors(other, reference_states) == [0, 0, 0]
@@ -165,7 +165,7 @@ def test_a_block_error_relative_to_zero_is_none(models):
     for layer in (reference.model.layers[1], other.model.layers[1]):
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight.zero_()
-    reference_states = block_states(reference, windows_of(source).ids[0])
+    reference_states = block_states(reference, evaluation_windows(source).ids[0])
     assert torch.equal(reference_states.inputs[1], reference_states.outputs[1])
     assert block_errors(other, reference_states) == [0, 0, 0]
     other.model.layers[1].mlp.down_proj.weight.add_(0.1)
@@ -173,7 +173,7 @@ def test_a_block_error_relative_to_zero_is_none(models):
 
 
 def test_block_errors_need_the_same_number_of_blocks(models, tiny):
-    window = windows_of(models[0]).ids[0]
+    window = evaluation_windows(models[0]).ids[0]
     reference_states = block_states(load(models[0]).model, window)
     shorter = load(models[0]).model
     shorter.model.layers = shorter.model.layers[:2]

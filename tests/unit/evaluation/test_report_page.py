@@ -33,7 +33,7 @@ from quantforge.evaluation.text_windows import EvaluationProtocol
 from quantforge.evaluation.verdict import Verdict
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 from tests.evaluations import TRIAL, cache_rows
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 ROOT = Path(__file__).parents[3]
 NAMES = (
@@ -212,7 +212,7 @@ def test_zero_divergence_is_left_out_of_logarithmic_charts(evaluation):
     assert "Relative error of each block" not in text
 
 
-@each_value(
+@parametrize_each_value(
     ("ratio", [1.0, 1.01, 1.2, 1.9, 4.6, 9.5, 70.0, 1e5]),
     ("base", [3.77e6, 1.93e8, 8.9e10]),
 )

@@ -19,7 +19,7 @@ from quantforge.evaluation.task_model import (
 from quantforge.evaluation.tasks import Tasks, check
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from tests.evaluations import tokenizer_at
+from tests.evaluations import load_tokenizer
 
 PAIRS = [
     ("the weights of the", " model are rounded"), ("1 + 1 =", " 2"), ("", "the grid"),
@@ -33,7 +33,7 @@ def task_models(tiny):
 
     @cache
     def make(family: str = "llama", positions: int = 64) -> TaskModel:
-        return TaskModel(load(tiny(family)).model, tokenizer_at(tiny(family)), positions)
+        return TaskModel(load(tiny(family)).model, load_tokenizer(tiny(family)), positions)
 
     return make
 
@@ -161,7 +161,7 @@ def test_more_tokens_than_positions_are_refused(task_models):
 
 def test_a_nan_likelihood_is_an_error(tiny):
     model = load(tiny("llama")).model
-    answers = TaskModel(model, tokenizer_at(tiny("llama")), 64)
+    answers = TaskModel(model, load_tokenizer(tiny("llama")), 64)
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = float("nan")
     with pytest.raises(InputError, match="NaN or infinite"):

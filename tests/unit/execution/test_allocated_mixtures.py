@@ -13,7 +13,7 @@ from quantforge.files.reader import open_checkpoint
 from quantforge.planning.allocation import Allocated
 from quantforge.planning.gradient_options import refuse_guide
 from quantforge.settings import Settings
-from tests.runs import stopped_measuring
+from tests.runs import interrupt_measurement
 
 SCHEMES = ("int3:g32:sym", "int4:g32:sym", "int8:g32:sym")
 ROWS = {"samples": 2, "length": 32, "calibration": "builtin"}
@@ -76,7 +76,7 @@ def test_threads_and_interruptions_give_the_same_allocation(
     tiny, allocation, tmp_path, monkeypatch
 ):
     model = tiny("qwen3-moe")
-    stopped_measuring(monkeypatch)
+    interrupt_measurement(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         allocated(model, out=tmp_path / "mixed.toml")
     monkeypatch.undo()

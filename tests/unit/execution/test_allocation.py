@@ -20,7 +20,7 @@ from quantforge.planning.size_target import parse_target
 from quantforge.plans import Serving
 from quantforge.settings import Settings
 from tests import headers
-from tests.runs import command, copied, first_blocks, stopped_measuring
+from tests.runs import copy_model, interrupt_measurement, keep_first_blocks, run_command
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {
@@ -53,7 +53,7 @@ def small(tiny):
 def half(tmp_path_factory):
     """Return the first half of a trained model."""
     directory = tmp_path_factory.mktemp("half") / "model"
-    return first_blocks(copied(DEMO, directory), 2)
+    return keep_first_blocks(copy_model(DEMO, directory), 2)
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,14 @@ def test_planned_bits_in_blocks_are_reported_with_quantized_head(small, tmp_path
     out, model = tmp_path / "mixed.toml", str(small)
     options = ("--samples", "2", "--length", "32", "--lm-head", "int8",
              "--candidates", "int3:g64:sym,int4:g64:sym")  # fmt: skip
-    stdout = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *options).out
+    stdout = run_command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *options).out
     assert "bits in blocks" in stdout
     (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", stdout)
     assert f"# planned: {planned} bits per weight in blocks" in out.read_text()
     plan = api.plan(small, out)
     assert plan.bits_per_weight > plan.bits_per_weight_in_blocks
     assert f", {planned} in blocks (" in plan.density
-    quantized = command(capsys, "quantize", model, "--recipe", out, "-o", tmp_path / "out")
+    quantized = run_command(capsys, "quantize", model, "--recipe", out, "-o", tmp_path / "out")
     assert f", {planned} in blocks (" in quantized.err
     alone = api.plan(small, bits=4, ignore=["*.layers.*"], lm_head="int8")
     assert "none in blocks" in alone.density
@@ -272,7 +272,7 @@ def test_sampled_rows_rank_candidates_like_all_rows(half, monkeypatch):
 def test_interrupted_measurement_resumes(tiny, tmp_path, monkeypatch):
     options = {"model": tiny("llama"), "candidates": ("int3:g32:sym", "int4:g32:sym"), **FEW}
     allocation = allocated("3.9bpw", **options)
-    seen = stopped_measuring(monkeypatch)
+    seen = interrupt_measurement(monkeypatch)
     path = tmp_path / "mixed.toml"
     with pytest.raises(KeyboardInterrupt):
         allocated("3.9bpw", path, **options)

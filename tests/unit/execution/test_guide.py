@@ -23,8 +23,8 @@ from quantforge.quantizers.guidance.gradients import OutputGradients
 from quantforge.quantizers.guidance.token_weights import TokenWeights, clip_largest
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
-from tests.thorough import further
+from tests.runs import CALIBRATION, StopError, crash_after, fast_recipe, file_digests, quantize
+from tests.thorough import thorough_case
 
 
 class Seen:
@@ -63,7 +63,7 @@ def test_each_row_strip_uses_its_own_guided_hessian(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=3))
+    quantize(tiny("llama"), tmp_path / "out", fast_recipe("gptq", bits=4, guided_hessians=3))
     assert len(seen.rounded) % 3 == 0
     names = {name for weights, _ in seen.rounded for name in weights}
     assert len(seen.rounded) == 3 * len(names)
@@ -84,7 +84,7 @@ def test_matrices_with_joint_parameters_are_rounded_together(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    recipe = swift("gptq", scheme="NVFP4", guided_hessians=2, rules=())
+    recipe = fast_recipe("gptq", scheme="NVFP4", guided_hessians=2, rules=())
     quantize(tiny("llama"), tmp_path / "out", recipe)
     groups = [sorted(name.split(".")[-2] for name in weights) for weights, _ in seen.rounded]
     assert ["k_proj", "q_proj", "v_proj"] in groups
@@ -117,7 +117,7 @@ def test_guidance_lowers_guided_error_and_raises_plain_error(
     for strips in (0, 1):
         seen = Seen(monkeypatch) if strips else None
         monkeypatch.setattr(gptq, "round_matrices", keeping(strips))
-        recipe = swift("gptq", bits=3, guided_hessians=strips, calibration=calibration)
+        recipe = fast_recipe("gptq", bits=3, guided_hessians=strips, calibration=calibration)
         quantize(tiny("llama"), tmp_path / str(strips), recipe)
         monkeypatch.setattr(gptq, "round_matrices", shared)
     assert seen is not None
@@ -138,24 +138,24 @@ def test_guidance_lowers_guided_error_and_raises_plain_error(
     ("family", "choices"),
     [
         ("gpt2", {"bits": 4}),
-        further("phi3", {"scheme": "W8A8_STATIC"}),
+        thorough_case("phi3", {"scheme": "W8A8_STATIC"}),
         ("llama", {"type": "Q4_0"}),
     ],
 )
 def test_threads_and_activation_storage_give_the_same_bytes(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any]
 ) -> None:
-    recipe = swift("gptq", guided_hessians=2, **choices)
+    recipe = fast_recipe("gptq", guided_hessians=2, **choices)
     results = []
     for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
         out = tmp_path / f"{number}.gguf" if "type" in choices else tmp_path / str(number)
         quantize(tiny(family), out, recipe, **settings)
-        results.append(out.read_bytes() if out.is_file() else tree(out))
+        results.append(out.read_bytes() if out.is_file() else file_digests(out))
         assert not (tmp_path / f".{out.name}.qf").exists()
     assert results[0] == results[1]
 
 
-GUIDED = swift("gptq", bits=4, guided_hessians=2)
+GUIDED = fast_recipe("gptq", bits=4, guided_hessians=2)
 
 
 @pytest.fixture(scope="module")
@@ -182,17 +182,17 @@ def test_resume_after_interruption_writes_the_same_bytes(
     again = quantize(tiny("llama"), tmp_path / "out", GUIDED, threads=3, activations="disk")
     assert again.resumed
     assert len(passes) == (part == "outer")
-    assert tree(tmp_path / "out") == tree(whole)
+    assert file_digests(tmp_path / "out") == file_digests(whole)
 
 
 @pytest.mark.thorough
 def test_guided_run_after_transform_resumes_with_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
-    recipe = swift("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
+    recipe = fast_recipe("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
     quantize(tiny("llama"), tmp_path / "whole", recipe, threads=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", recipe, progress=crash_after("block 0"))
     assert quantize(tiny("llama"), tmp_path / "out", recipe, threads=3).resumed
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert file_digests(tmp_path / "out") == file_digests(tmp_path / "whole")
     report = verify(tmp_path / "out", tiny("llama"))
     assert not [item for item in report.findings if item.level == "error"]
 
@@ -213,7 +213,7 @@ def test_guided_hessian_after_transform_is_of_the_transformed_block(
     diagonals = {}
     for method in ("gptq", "awq+gptq"):
         results.clear()
-        recipe = swift(method, bits=3, guided_hessians=1)
+        recipe = fast_recipe(method, bits=3, guided_hessians=1)
         quantize(tiny("llama"), tmp_path / method, recipe)
         diagonals[method] = dict(results)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -226,7 +226,7 @@ def test_guided_hessian_after_transform_is_of_the_transformed_block(
 
 
 def test_resume_refuses_damaged_token_weights(tiny: Tiny, tmp_path: Path) -> None:
-    recipe = swift("gptq", bits=4, guided_hessians=1)
+    recipe = fast_recipe("gptq", bits=4, guided_hessians=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", recipe, progress=crash_after("token weights"))
     file = tmp_path / ".out.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE
@@ -263,7 +263,9 @@ def test_guided_hessians_refuse_unsupported_runs(
 ) -> None:  # fmt: skip
     method = choices.pop("method")
     with pytest.raises(error, match=words) as raised:
-        quantize(tiny(family), tmp_path / "out", swift(method, **{"guided_hessians": 1} | choices))
+        quantize(
+            tiny(family), tmp_path / "out", fast_recipe(method, **{"guided_hessians": 1} | choices)
+        )
     assert "--guided-hessians" in str(raised.value.hint)  # type: ignore[attr-defined]
     assert not any(tmp_path.iterdir())
 
@@ -280,7 +282,7 @@ def test_overflowing_gradients_name_the_linear(
 
     monkeypatch.setattr(TokenWeights, "__call__", overflowing)
     with pytest.raises(InputError, match=r"model\.layers\.1\.\S+: the squares .* row 0"):
-        quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=1))
+        quantize(tiny("llama"), tmp_path / "out", fast_recipe("gptq", bits=4, guided_hessians=1))
     assert not any(tmp_path.iterdir())
 
 
@@ -296,14 +298,18 @@ def test_rows_without_gradient_are_an_event(
         return result
 
     monkeypatch.setattr(TokenWeights, "of", blind)
-    outcome = quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=2))
+    outcome = quantize(
+        tiny("llama"), tmp_path / "out", fast_recipe("gptq", bits=4, guided_hessians=2)
+    )
     events = [event for event in outcome.events if event.kind == "no-gradient"]
     assert [event.where for event in events] == ["model.layers.0.self_attn.v_proj.weight"]
     assert "strip 2 of 2" in events[0].detail
 
 
 def test_guided_run_works_with_one_calibration_row(tiny: Tiny, tmp_path: Path) -> None:
-    recipe = swift("gptq", bits=4, guided_hessians=2, calibration=replace(CALIBRATION, samples=1))
+    recipe = fast_recipe(
+        "gptq", bits=4, guided_hessians=2, calibration=replace(CALIBRATION, samples=1)
+    )
     outcome = quantize(tiny("llama"), tmp_path / "out", recipe)
     assert {event.kind for event in outcome.events} >= {"few-calibration-tokens"}
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
@@ -321,4 +327,4 @@ def test_largest_token_weights_are_clipped(tiny: Tiny) -> None:
 
 
 def test_plan_includes_the_option(tiny: Tiny) -> None:
-    assert plan(tiny("llama"), swift("gptq", bits=4, guided_hessians=2)).guided_hessians == 2
+    assert plan(tiny("llama"), fast_recipe("gptq", bits=4, guided_hessians=2)).guided_hessians == 2

@@ -19,7 +19,7 @@ from quantforge.quantizers.guidance.gradients import OutputGradients
 from quantforge.quantizers.guidance.token_weights import TokenWeights
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
+from tests.runs import CALIBRATION, StopError, crash_after, fast_recipe, file_digests, quantize
 
 ROWS = replace(CALIBRATION, samples=12, length=32)
 
@@ -45,7 +45,7 @@ def test_expert_strips_use_hessians_of_their_own_tokens(
     monkeypatch.setattr(gptq, "round_matrices", rounding)
     for name in ("PRIOR_WEIGHT", "OFF_DIAGONAL_SHRINKAGE"):  # a prior that counts nothing
         monkeypatch.setattr(expert_statistics, name, 1e-9)
-    recipe = swift("gptq", bits=4, guided_hessians=2, calibration=ROWS)
+    recipe = fast_recipe("gptq", bits=4, guided_hessians=2, calibration=ROWS)
     quantize(tiny("qwen3-moe"), tmp_path / "out", recipe)
     compared = 0
     for name, hessians in strips.items():
@@ -65,13 +65,15 @@ def test_expert_strips_use_hessians_of_their_own_tokens(
 @pytest.mark.thorough
 def test_threads_and_resume_give_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
-    recipe = swift("gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION)
+    recipe = fast_recipe(
+        "gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION
+    )
     quantize(model, tmp_path / "whole", recipe, threads=1)
     out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}
     with pytest.raises(StopError):
         quantize(model, out, recipe, progress=crash_after("block 0 expert 1"), **settings)
     assert quantize(model, out, recipe, **settings).resumed
-    assert tree(out) == tree(tmp_path / "whole")
+    assert file_digests(out) == file_digests(tmp_path / "whole")
     report = verify(out, model)
     assert not [item for item in report.findings if item.level == "error"]
 
@@ -79,7 +81,7 @@ def test_threads_and_resume_give_the_same_bytes(tiny: Tiny, tmp_path: Path) -> N
 def test_token_weights_file_grows_as_planned(tiny: Tiny, tmp_path: Path) -> None:
     sizes, forecasts = [], []
     for strips in (1, 3):
-        recipe = swift("gptq", bits=4, guided_hessians=strips, calibration=ROWS)
+        recipe = fast_recipe("gptq", bits=4, guided_hessians=strips, calibration=ROWS)
         out = tmp_path / str(strips)
         with pytest.raises(StopError):
             quantize(tiny("qwen3-moe"), out, recipe, progress=crash_after("token weights"))

@@ -36,7 +36,7 @@ from quantforge.execution.units import list_units
 from quantforge.files.disk import DISK
 from quantforge.files.stage import Stage
 from quantforge.plans import Action, StoredTensor, TensorPlan
-from tests.releases import FAST
+from tests.releases import NO_FSYNC_DISK
 from tests.runs import recipe
 
 SAME = {"recipe": "", "device": "cpu"}
@@ -276,7 +276,7 @@ def test_block_without_tensors_is_still_a_unit() -> None:
 
 
 def test_stage_is_kept_only_when_resuming_its_run(tmp_path: Path) -> None:
-    with Stage(tmp_path / "out", overwrite=False, disk=FAST) as stage:
+    with Stage(tmp_path / "out", overwrite=False, disk=NO_FSYNC_DISK) as stage:
         work = resume_or_create_journal(stage, SAME)
         work.close()
         (stage.path / "staged").write_text("x")

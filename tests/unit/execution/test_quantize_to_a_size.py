@@ -12,8 +12,8 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
 from quantforge.settings import Settings
 from tests.conftest import make_tiny
-from tests.runs import stopped_measuring
-from tests.thorough import further
+from tests.runs import interrupt_measurement
+from tests.thorough import thorough_case
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {"samples": 4, "length": 64, "calibration": "builtin"}
@@ -58,7 +58,7 @@ def test_resume_after_interruption_writes_the_same_bytes(
     def run():
         return api.quantize(small, out=tmp_path / "out", **SIZE, **FEW)
 
-    seen = stopped_measuring(monkeypatch)
+    seen = interrupt_measurement(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run()
     with monkeypatch.context() as patch:
@@ -115,8 +115,8 @@ def test_existing_output_is_refused_before_measuring(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        further({"target": "3.4bpw"}, "demo-gptq-3.4bpw"),
-        further({"target": "14MB@512", "format": "mlx"}, "demo-gptq-14MB_512-mlx"),
+        thorough_case({"target": "3.4bpw"}, "demo-gptq-3.4bpw"),
+        thorough_case({"target": "14MB@512", "format": "mlx"}, "demo-gptq-14MB_512-mlx"),
         ({"target": "3.6bpw", "format": "gguf"}, "demo-gptq-3.6bpw.gguf"),
     ],
 )
@@ -132,7 +132,7 @@ def test_default_name_contains_the_size_and_existing_is_refused(size, name, tmp_
 
 
 def test_interruption_note_names_the_measurement_directory(small, tmp_path, monkeypatch):
-    stopped_measuring(monkeypatch)
+    interrupt_measurement(monkeypatch)
     announced = []
     settings = Settings(announce=lambda plan, out: announced.append(out.name))
     with monkeypatch.context() as patch:

@@ -23,7 +23,7 @@ from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 from quantforge.settings import MOST_WORKERS, Settings, rounding_workers
 from tests import gguf_models
-from tests.gguf_exports import NO_DATA
+from tests.gguf_exports import NO_CALIBRATION
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -127,7 +127,7 @@ def test_thread_count_does_not_change_the_file(tmp_path, monkeypatch):
     for threads in (1, 3):
         out = tmp_path / f"{threads}" / "x.gguf"
         out.parent.mkdir()
-        recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
+        recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_CALIBRATION)
         api.export(str(model), recipe, out, Settings(threads=threads))
         files.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
     assert files[0] == files[1]

@@ -20,8 +20,8 @@ from quantforge.quantizers.tuning.tuned_block import TunedBlock
 from quantforge.quantizers.tuning.tuning_stream import TuningResult, TuningStream
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny, make_tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
-from tests.thorough import further
+from tests.runs import CALIBRATION, StopError, crash_after, fast_recipe, file_digests, quantize
+from tests.thorough import thorough_case
 
 ROWS = replace(CALIBRATION, samples=8, length=24)
 MOST = 1e-4  # of the norm
@@ -35,7 +35,7 @@ def tuned(**choices: Any) -> Any:
         "calibration": ROWS,
         **choices,
     }
-    return swift(**options)
+    return fast_recipe(**options)
 
 
 def first_step(
@@ -76,7 +76,7 @@ def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> 
     return value if expert_slice is None else expert_slice.view(value)
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", further("mixtral"), "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen2-moe", thorough_case("mixtral"), "gpt-oss"])
 def test_gradients_are_those_of_the_whole_model(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -124,7 +124,9 @@ def nearly(result: Tensor | None, expected: Tensor, name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["gpt-oss", further("mixtral"), further("deepseek-v32")])
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", thorough_case("mixtral"), thorough_case("deepseek-v32")]
+)
 def test_tuned_mixture_after_awq_verifies(tmp_path: Path, family: str) -> None:
     model = short(tmp_path, family)
     quantize(model, tmp_path / "out", tuned(method="awq+gptq", tune=1))
@@ -159,7 +161,7 @@ def test_threads_and_resume_give_the_same_bytes(tmp_path: Path) -> None:
     with pytest.raises(StopError):
         quantize(model, out, recipe, progress=crash_after("block 0"), **settings)
     assert quantize(model, out, recipe, **settings).resumed
-    assert tree(out) == tree(tmp_path / "whole")
+    assert file_digests(out) == file_digests(tmp_path / "whole")
 
 
 @pytest.mark.thorough

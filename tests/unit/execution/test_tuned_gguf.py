@@ -24,15 +24,15 @@ from quantforge.recipe import CalibrationOptions, GptqOptions
 from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, quantize, swift, tree
-from tests.thorough import further, usual
+from tests.runs import CALIBRATION, StopError, fast_recipe, file_digests, quantize
+from tests.thorough import mark_others_thorough, thorough_case
 
 ROWS = replace(CALIBRATION, samples=16, length=24)
 TYPES = ["Q2_K", "Q3_K_M", "Q5_K_M", "Q5_1", "IQ4_XS"]
 
 
 def tuned(kind: str, **choices: Any) -> Any:
-    return swift("gptq", **{"type": kind, "tune": 2, "calibration": ROWS, **choices})
+    return fast_recipe("gptq", **{"type": kind, "tune": 2, "calibration": ROWS, **choices})
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def modules(path: Path) -> dict[str, QuantizedTensor]:
 
 
 @pytest.mark.usefixtures("better")
-@pytest.mark.parametrize("kind", usual(TYPES, "Q3_K_M", "Q5_1", "Q5_K_M"))
+@pytest.mark.parametrize("kind", mark_others_thorough(TYPES, "Q3_K_M", "Q5_1", "Q5_K_M"))
 def test_tuning_changes_only_scales_and_codes_of_blocks(
     wide: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -102,7 +102,7 @@ def test_tuning_changes_only_scales_and_codes_of_blocks(
     assert moved == set().union(*(block.parameters for block in blocks))
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", further("IQ3_XXS")])  # points of a lattice stay
+@pytest.mark.parametrize("kind", ["Q2_K", thorough_case("IQ3_XXS")])  # points of a lattice stay
 def test_tuned_gguf_has_lower_divergence_and_verifies(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -127,7 +127,7 @@ def test_tuned_gguf_has_lower_divergence_and_verifies(
 
 
 @pytest.mark.usefixtures("better")
-@pytest.mark.parametrize("family", ["gemma2", further("qwen3_moe")])
+@pytest.mark.parametrize("family", ["gemma2", thorough_case("qwen3_moe")])
 def test_norms_are_tuned_in_the_dtype_of_the_file(tmp_path: Path, family: str) -> None:
     """It holds them in float32, of gemma with the one that the norm adds, whatever type the source has."""
     model, out = (
@@ -176,7 +176,7 @@ def test_threads_and_resume_give_the_same_bytes_when_tuning(
         with pytest.raises(StopError):
             run_quantize("out", **other)
     assert run_quantize("out", **other).resumed
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert file_digests(tmp_path / "out") == file_digests(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("better")

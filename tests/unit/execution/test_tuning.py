@@ -28,8 +28,16 @@ from quantforge.verification.verify import verify
 from quantforge_files.opener import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny, make_tiny
-from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, swift, tree
-from tests.thorough import further
+from tests.runs import (
+    CALIBRATION,
+    StopError,
+    copy_model,
+    crash_after,
+    fast_recipe,
+    file_digests,
+    quantize,
+)
+from tests.thorough import thorough_case
 
 FILE = "tune-block-0.bin"
 ROWS = replace(CALIBRATION, samples=16, length=24)
@@ -43,7 +51,7 @@ def tuned(method: str = "gptq", **choices: Any) -> Any:
         "calibration": ROWS,
         "format": "compressed-tensors",
     } | choices
-    return swift(method, **choices)
+    return fast_recipe(method, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +76,7 @@ def result(short: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(result: Path) -> dict[str, str]:
     """Return the files of that run."""
-    return tree(result)
+    return file_digests(result)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,7 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gemma2", "gptq", "gptq", 1),
         ("gpt2", "gptq", "compressed-tensors", 3),
-        further("gemma2", "awq+gptq", "compressed-tensors", 1),
+        thorough_case("gemma2", "awq+gptq", "compressed-tensors", 1),
     ],
 )
 def test_tuning_changes_only_scales_codes_and_norms(
@@ -149,7 +157,7 @@ def test_block_tuning_inputs_and_targets_are_correct(
         torch.testing.assert_close(expected[index - 1], source[index], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["gptq", further("awq+gptq")])
+@pytest.mark.parametrize("method", ["gptq", thorough_case("awq+gptq")])
 def test_tuning_during_or_after_rounding_gives_the_same_bytes(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -163,14 +171,14 @@ def test_tuning_during_or_after_rounding_gives_the_same_bytes(
     monkeypatch.setattr(tuning.TuningStep, "tunes_while_rounding", lambda *_: False)
     quantize(short("llama"), tmp_path / "later", tuned(method, tune=1))
     assert len(passes) == 2
-    assert tree(tmp_path / "each") == tree(tmp_path / "later")
+    assert file_digests(tmp_path / "each") == file_digests(tmp_path / "later")
 
 
 def test_threads_and_activation_storage_give_the_same_bytes(
     short: Tiny, tmp_path: Path, whole: dict[str, str]
 ) -> None:
     quantize(short("llama"), tmp_path / "out", tuned(), threads=3, activations="disk")
-    assert tree(tmp_path / "out") == whole
+    assert file_digests(tmp_path / "out") == whole
 
 
 @pytest.mark.thorough
@@ -190,17 +198,17 @@ def test_multithreaded_backward_gives_the_same_bytes(
         quantize(short("llama"), tmp_path / name, tuned(tune=1), threads=threads)
     assert {*used[: len(used) // 2]} == {1}
     assert {*used[len(used) // 2 :]} == {3}
-    assert tree(tmp_path / "one") == tree(tmp_path / "three")
+    assert file_digests(tmp_path / "one") == file_digests(tmp_path / "three")
 
 
-@pytest.mark.parametrize("part", ["block 1", "tune block 1", further("tune")])
+@pytest.mark.parametrize("part", ["block 1", "tune block 1", thorough_case("tune")])
 def test_resume_after_interruption_writes_the_same_bytes(
     short: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
 ) -> None:
     with pytest.raises(StopError):
         quantize(short("llama"), tmp_path / "out", tuned(), progress=crash_after(part))
     assert quantize(short("llama"), tmp_path / "out", tuned()).resumed
-    assert tree(tmp_path / "out") == whole
+    assert file_digests(tmp_path / "out") == whole
 
 
 @pytest.mark.thorough
@@ -210,7 +218,7 @@ def test_tuning_after_transforms_resumes_and_verifies(short: Tiny, tmp_path: Pat
     with pytest.raises(StopError):
         quantize(short("gpt2"), tmp_path / "out", recipe, progress=crash_after("tune block 0"))
     assert quantize(short("gpt2"), tmp_path / "out", recipe).resumed
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert file_digests(tmp_path / "out") == file_digests(tmp_path / "whole")
     report = verify(tmp_path / "out", short("gpt2"), forward=False)
     assert (report.findings, report.unrecorded_factors) == ([], [])
     path, name = tmp_path / "out" / "model.safetensors", "transformer.h.1.ln_1.bias"
@@ -264,7 +272,7 @@ def test_kill_before_writing_results_loses_no_tuning(
             quantize(short("llama"), tmp_path / "out", tuned())
     quantize(short("llama"), tmp_path / "out", tuned())
     assert learned == ["tune block 0", "tune block 1", "tune"]
-    assert tree(tmp_path / "out") == whole
+    assert file_digests(tmp_path / "out") == whole
 
 
 def test_resume_refuses_damaged_tuning_results(short: Tiny, tmp_path: Path) -> None:
@@ -292,7 +300,7 @@ def test_tuning_results_may_exceed_the_journal_size_limit(
     monkeypatch.setattr(Opener, "open_checked", limited)
     quantize(short("llama"), tmp_path / "out", tuned())
     assert roles
-    assert tree(tmp_path / "out") == whole
+    assert file_digests(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize(
@@ -317,7 +325,7 @@ def test_tuning_refuses_unsupported_runs(
     error: type[Exception], words: str,
 ) -> None:  # fmt: skip
     with pytest.raises(error, match=words) as raised:
-        plan(short(family), swift(method, **({"tune": 1} | (choices or {"bits": 4}))))
+        plan(short(family), fast_recipe(method, **({"tune": 1} | (choices or {"bits": 4}))))
     assert "--tune" in str(raised.value.hint)  # type: ignore[attr-defined]
 
 
@@ -328,7 +336,7 @@ def test_tuning_with_one_calibration_row_is_refused(short: Tiny, tmp_path: Path)
 
 
 def test_verify_reports_gains_beyond_the_bounds(short: Tiny, tmp_path: Path, result: Path) -> None:
-    copied(result, tmp_path / "out")
+    copy_model(result, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
     name = "model.layers.1.input_layernorm.weight"
@@ -370,7 +378,7 @@ def test_export_of_tuned_result_verifies_against_the_source(short: Tiny, tmp_pat
 def test_verify_accepts_changed_gains_only_with_a_tuning_recipe(
     short: Tiny, tmp_path: Path, result: Path
 ) -> None:
-    copied(result, tmp_path / "out")
+    copy_model(result, tmp_path / "out")
     path = tmp_path / "out" / "quantforge.manifest.json"
     document = json.loads(path.read_text())
     assert "\ntune = 2\n" in document["recipe"]

@@ -42,7 +42,7 @@ from quantforge.files.previous_output import (
     read_previous_output,
 )
 from quantforge.files.stage import FileStage, Stage
-from tests.releases import FAST, fill, make, manifest_of
+from tests.releases import NO_FSYNC_DISK, make, manifest_of, stage_release
 
 # ---- calls
 
@@ -290,7 +290,7 @@ def test_only_files_listed_in_the_manifest_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
 def test_foreign_files_in_the_output_are_named(tmp_path: Path, count: int) -> None:
-    make(tmp_path / "out", "old", FAST)
+    make(tmp_path / "out", "old", NO_FSYNC_DISK)
     names = [f"note{number}" for number in range(count)]
     for name in names:
         (tmp_path / "out" / name).touch()
@@ -318,8 +318,8 @@ def test_a_new_output_needs_no_exchange(tmp_path: Path) -> None:
     def unsupported(_first: Path, _second: Path) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    with Stage(tmp_path / "out", True, disk=replace(FAST, exchange=unsupported)) as stage:
-        fill(stage, "new", FAST)
+    with Stage(tmp_path / "out", True, disk=replace(NO_FSYNC_DISK, exchange=unsupported)) as stage:
+        stage_release(stage, "new", NO_FSYNC_DISK)
         stage.publish()
     assert (tmp_path / "out/config.json").read_text() == "new"
 
@@ -344,11 +344,11 @@ def test_leftovers_of_a_kill_after_the_exchange_are_removed(
     def killed(_stage: Stage) -> None:
         raise KeyboardInterrupt
 
-    make(tmp_path / "out", "old", FAST)
+    make(tmp_path / "out", "old", NO_FSYNC_DISK)
     with monkeypatch.context() as patch:
         patch.setattr(Stage, "_remove_replaced", killed)
         with pytest.raises(KeyboardInterrupt):
-            make(tmp_path / "out", "new", FAST)
+            make(tmp_path / "out", "new", NO_FSYNC_DISK)
     assert (tmp_path / ".out.qf/stage/config.json").read_text() == "old"
     with Stage(tmp_path / "out", overwrite=True) as stage:
         assert stage.empty
@@ -397,7 +397,9 @@ def test_files_are_renamed_in_reverse_order_of_opening(tmp_path: Path) -> None:
             if target.parent == directory:
                 named.append(target.name)
 
-        with FileStage(directory / "m.gguf", False, disk=replace(FAST, rename=rename)) as stage:
+        with FileStage(
+            directory / "m.gguf", False, disk=replace(NO_FSYNC_DISK, rename=rename)
+        ) as stage:
             for name in (*names, "m.Modelfile"):
                 stage.write_file(name, b"new")
             stage.write_file(stage.manifest, manifest_of(stage, "new"))
@@ -419,7 +421,7 @@ def test_existing_output_files_are_kept_with_the_right_reason(tmp_path: Path) ->
     refused(False, "exists")
     refused(True, "is not a result of quantforge")
     out.unlink()
-    with FileStage(out, overwrite=False, disk=FAST) as stage:
+    with FileStage(out, overwrite=False, disk=NO_FSYNC_DISK) as stage:
         stage.write_file("m.gguf", b"new")
         stage.write_file(stage.manifest, manifest_of(stage, "new"))
         stage.publish()

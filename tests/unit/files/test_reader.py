@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from quantforge.errors import InputError
 from quantforge.files.finite_values import check_finite
 from quantforge.files.reader import open_checkpoint
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 WREN = Path(__file__).parents[4] / "shared/models/wren"
 INDEX = "model.safetensors.index.json"
@@ -402,7 +402,7 @@ def test_paths_without_a_model_are_refused(tmp_path: Path) -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype", ["float32", "float16", "bfloat16", "float8_e5m2"]),
     ("position", [(0, 0), (1, 1234), (1029, 1529)]),
     ("value", [float("nan"), float("inf"), float("-inf")]),

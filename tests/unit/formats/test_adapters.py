@@ -28,8 +28,8 @@ from quantforge.recipe import AdapterOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
-from tests.runs import StopError, command, crash_after, quantize, recipe
-from tests.thorough import each_value
+from tests.runs import StopError, crash_after, quantize, recipe, run_command
+from tests.thorough import parametrize_each_value
 
 RANK = 4
 
@@ -166,7 +166,7 @@ def test_saved_original_modules_are_ignored(tiny: Tiny, tmp_path: Path) -> None:
     assert torch.equal(merged.read("lm_head.weight"), saved["lm_head.weight"])
 
 
-@each_value(
+@parametrize_each_value(
     (
         "options",
         [
@@ -230,7 +230,7 @@ def test_adapters_from_plan_to_reproduce(
     assert document["source"]["adapter"].startswith("tuned: 5 modules")
     assert str(tmp_path) not in json.dumps(document)
     assert plan.name == f"{model.name}-tuned-gptq-int4-g32"
-    result = command(capsys, "inspect", out).out
+    result = run_command(capsys, "inspect", out).out
     assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(result.split())
     merged = open_plain_source(model, adapter_path)
     assert torch.equal(
@@ -251,9 +251,9 @@ def test_adapters_from_plan_to_reproduce(
         verify(out, model, adapter=other)
     options = ("--windows", "2", "--length", "32", "--no-speed", "--json")
     with_it = json.loads(
-        command(capsys, "eval", model, out, "--adapter", adapter_path, *options).out
+        run_command(capsys, "eval", model, out, "--adapter", adapter_path, *options).out
     )
-    without = json.loads(command(capsys, "eval", model, out, *options).out)
+    without = json.loads(run_command(capsys, "eval", model, out, *options).out)
     assert with_it["models"][1]["kl_mean"] < without["models"][1]["kl_mean"] / 2
 
 
@@ -271,12 +271,12 @@ def test_eval_notes_a_reference_with_another_adapter(
     monkeypatch.chdir(tmp_path)
     options = ("--windows", "2", "--length", "32", "--no-speed")
     quick = ("quantize", "--method", "rtn", "--scales", "absmax", "--bits", 8)
-    result = command(capsys, *quick, model, "--adapter", adapter_path.name, "-o", "q")
+    result = run_command(capsys, *quick, model, "--adapter", adapter_path.name, "-o", "q")
     assert f"next: quantforge eval {model} q --adapter 'tuned one'\n" in result.err
     (tmp_path / "r.toml").write_text("[adapter]\nsource = 'tuned one'\n")
     words = (*quick, model, "--recipe", "r.toml", "-o", "q.gguf")
-    assert f" {model} q.gguf --adapter 'tuned one'\n" in command(capsys, *words).err
-    command(
+    assert f" {model} q.gguf --adapter 'tuned one'\n" in run_command(capsys, *words).err
+    run_command(
         capsys,
         "quantize",
         model,
@@ -287,11 +287,11 @@ def test_eval_notes_a_reference_with_another_adapter(
         "-o",
         "merged",
     )
-    command(capsys, *quick, "merged", "-o", "of-merged")
-    command(capsys, *quick, model, "-o", "base")
+    run_command(capsys, *quick, "merged", "-o", "of-merged")
+    run_command(capsys, *quick, model, "-o", "base")
 
     def eval_output(*words: object) -> tuple[str, str]:
-        ended = command(capsys, "eval", *words, *options)
+        ended = run_command(capsys, "eval", *words, *options)
         assert ended.code == 0
         return " ".join(ended.err.split()), " ".join(ended.out.split())
 
@@ -315,7 +315,7 @@ def test_eval_notes_a_reference_with_another_adapter(
     err, out = eval_output("merged", "of-merged")
     assert "adapter" not in err + out
     before = Path("q/README.md").read_bytes()
-    refused = command(capsys, "eval", model, "q", "--card", "q", *options)
+    refused = run_command(capsys, "eval", model, "q", "--card", "q", *options)
     assert (refused.code, Path("q/README.md").read_bytes()) == (2, before)
     assert "--card q: q was made with the adapter tuned one, and the reference" in refused.err
     eval_output(model, "base", "q", "--card", "base")  # the other is not of this card
@@ -351,12 +351,12 @@ def test_sweeps_and_releases_merge_the_adapter_into_the_reference(
         "[[variant]]\nname = 'a'\nmethod = 'rtn'\nbits = 8\n"
         f"recipe = {{scales = 'absmax', adapter = {{source = '{adapter_path}'}}}}\n"
     )
-    assert command(capsys, "release", spec, "-o", tmp_path / "r").code == 0
+    assert run_command(capsys, "release", spec, "-o", tmp_path / "r").code == 0
     card = next((tmp_path / "r").rglob("a/README.md")).read_text()
     assert "merged into the reference" in card
     target = ("--target", "7bpw", "--candidates", "int4:g32:sym,int8:g32:sym")
     rows = ("--samples", 4, "--length", 16, "--adapter", adapter_path, "-o", tmp_path / "x.toml")
-    allocated = command(capsys, "allocate", model, *target, *rows)
+    allocated = run_command(capsys, "allocate", model, *target, *rows)
     assert f" --recipe {tmp_path / 'x.toml'} --adapter {adapter_path}\n" in allocated.err
 
 
@@ -373,9 +373,9 @@ def test_verify_requires_the_adapter_of_the_recipe(
         with pytest.raises(IntegrityError, match="made without an adapter"):
             verify(result, model, adapter=adapter_path)
     for result, adapter_option in ((out, adapter_path), (file, tmp_path / "nothing")):
-        output = command(capsys, "verify", result, "--adapter", adapter_option)
+        output = run_command(capsys, "verify", result, "--adapter", adapter_option)
         assert (output.code, "name the source too" in output.err) == (2, True)
-    output = command(capsys, "verify", file, "--source", model, "--adapter", adapter_path)
+    output = run_command(capsys, "verify", file, "--source", model, "--adapter", adapter_path)
     assert (output.code, "hint: leave --adapter out" in output.err) == (5, True)
     (out / manifest.NAME).unlink()  # nobody says what it was made with
     assert verify(out, model, adapter=adapter_path, forward=False).tensors

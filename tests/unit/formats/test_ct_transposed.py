@@ -21,7 +21,7 @@ from quantforge.formats.compressed_tensors.linears import (
 )
 from quantforge.formats.read_checks import tensor_headers
 from tests.conftest import Tiny
-from tests.quantized import decoded, random_tensor, same
+from tests.quantized import bit_equal, dequantize_reference, random_tensor
 
 CONFIG = {"model_type": "gpt2"}
 
@@ -51,14 +51,14 @@ def test_compressed_tensors_decodes_transposed_storage(scheme: str) -> None:
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     packed = {name.removeprefix("h.0.attn.c_attn."): value for name, value in files.items()}
     weight = compressor.decompress(packed, arguments)["weight"]
-    assert torch.equal(weight, decoded(tensor).T.to(weight.dtype))
+    assert torch.equal(weight, dequantize_reference(tensor).T.to(weight.dtype))
 
 
 def test_transposed_storage_round_trips() -> None:
     tensor, files, blocks = packed_transposed("int4:g16:sym:bf16", (96, 64))
     (layout,) = ct.find_layouts(configuration(blocks), tensor_headers(files))
     assert (layout.transposed, layout.shape) == (True, (96, 64))
-    assert same(ct.unpack(layout, files), tensor)
+    assert bit_equal(ct.unpack(layout, files), tensor)
     announced = packed_transposed_tensors(layout.module, layout.scheme, layout.shape)
     assert {item.name: item for item in announced} == tensor_headers(files)
 

@@ -19,7 +19,7 @@ from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 KEY = "quantization_config"
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -209,7 +209,7 @@ def test_contradicting_declarations_are_refused(packed, tmp_path):
         api.inspect(model)
 
 
-@each_value(
+@parametrize_each_value(
     (
         "format_key, tool",
         [
@@ -247,7 +247,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@each_value(
+@parametrize_each_value(
     ("format_key", ["plain", "compressed-tensors", "gptq", "mlx"]),
     (
         "change, words",

@@ -10,8 +10,8 @@ from quantforge.grids import PerGroup, Zero
 from quantforge.packers.bits import pack_rows
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme, Scheme
-from tests.quantized import decoded, random_tensor
-from tests.thorough import each_value
+from tests.quantized import dequantize_reference, random_tensor
+from tests.thorough import parametrize_each_value
 
 SCHEMES = [
     ("compressed-tensors", "int3:g32:sym"), ("compressed-tensors", "int4:g32:asym"),
@@ -36,7 +36,7 @@ def position(key, row, group):
     return (row, group) if key == "compressed-tensors" else (group, row)
 
 
-@each_value(
+@parametrize_each_value(
     ("key, scheme", SCHEMES),
     ("value", [float("nan"), float("inf"), float("-inf")]),
 )
@@ -138,7 +138,9 @@ def test_gptq_rules_override_a_module():
     layout_format, _, packed, tensor = packed_module("gptq", "int8:row:sym")
     rules = {"-:other": {}, r"+:m$": {"bits": 8, "group_size": -1}}
     (layout,) = layout_format.find_layouts(gptq_config(dynamic=rules), tensor_headers(packed))
-    assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
+    assert torch.equal(
+        dequantize_reference(layout_format.unpack(layout, packed)), dequantize_reference(tensor)
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_desc_act_groups_are_read_but_not_stored():
     expected = (
         tensor.codes.float() - tensor.parameters["zeros"][:, index.long()].float()
     ) * tensor.parameters["scales"][:, index.long()].float()
-    assert torch.equal(decoded(read), expected)
+    assert torch.equal(dequantize_reference(read), expected)
     assert read.scheme == Scheme("int4", PerGroup(1), Zero.INT, tensor.scheme.scale)
     assert "desc_act" in layout_format.check_layer(LayerScheme(read.scheme), (32, 64)).reason
     for wrong in (-1, 2):
@@ -224,7 +226,9 @@ def test_gptq_files_without_g_idx_have_consecutive_groups():
     layout_format, _, packed, tensor = packed_module("gptq", "int4:g32:sym")
     del packed["m.g_idx"]
     (layout,) = layout_format.find_layouts(gptq_config(), tensor_headers(packed))
-    assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
+    assert torch.equal(
+        dequantize_reference(layout_format.unpack(layout, packed)), dequantize_reference(tensor)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["channel", None])
@@ -241,7 +245,9 @@ def test_compressed_tensors_spellings_of_one_scale_per_row(strategy, size):
         {"quantization_config": declaration}, tensor_headers(packed)
     )
     assert str(layout.scheme) == "int4:row:sym:f16"
-    assert torch.equal(decoded(layout_format.unpack(layout, packed)), decoded(tensor))
+    assert torch.equal(
+        dequantize_reference(layout_format.unpack(layout, packed)), dequantize_reference(tensor)
+    )
 
 
 def test_compressed_tensors_refuses_transform_config():

@@ -8,8 +8,8 @@ import pytest
 from quantforge import __version__
 from quantforge.errors import RefusedError
 from quantforge.formats import load_format
-from tests.quantized import kept_plan, plan_of, quantized_plan
-from tests.thorough import each_value
+from tests.quantized import format_plan, quantized_plan, unquantized_plan
+from tests.thorough import parametrize_each_value
 
 SOURCE = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,21 +25,21 @@ MLP = "model.layers.{}.mlp.down_proj.weight"
 def planned_tensors(format_key, schemes, head="lm_head.weight"):
     """Return plans of two blocks with two linears each; a scheme of None keeps the linear."""
     names = [(name.format(block), block) for block in (0, 1) for name in (ATTENTION, MLP)]
-    tensors = [kept_plan("model.embed_tokens.weight", (64, 128))]
+    tensors = [unquantized_plan("model.embed_tokens.weight", (64, 128))]
     for (name, block), scheme in zip(names, schemes, strict=True):
         tensors.append(
-            kept_plan(name, (128, 128), block)
+            unquantized_plan(name, (128, 128), block)
             if scheme is None
             else quantized_plan(format_key, name, scheme, (128, 128), block)
         )
-    tensors += [kept_plan("model.norm.weight", (128,))]
-    return tensors + ([kept_plan(head, (64, 128))] if head else [])
+    tensors += [unquantized_plan("model.norm.weight", (128,))]
+    return tensors + ([unquantized_plan(head, (64, 128))] if head else [])
 
 
 def written_files(key, schemes, source=SOURCE, head="lm_head.weight"):
     layout_format = load_format(key)
     files = layout_format.side_files(
-        plan_of(layout_format, planned_tensors(layout_format, schemes, head)), source
+        format_plan(layout_format, planned_tensors(layout_format, schemes, head)), source
     )
     return {name: json.loads(data) for name, data in files.items()}
 
@@ -107,7 +107,7 @@ def test_a_quantized_head_unties_the_model():
     assert config["tie_word_embeddings"] is True
     layout_format = load_format("compressed-tensors")
     head = quantized_plan(layout_format, "lm_head.weight", "int8:g32:sym", (64, 128), -1)
-    plan = plan_of(layout_format, [*planned_tensors(layout_format, schemes, None), head])
+    plan = format_plan(layout_format, [*planned_tensors(layout_format, schemes, None), head])
     config = json.loads(layout_format.side_files(plan, source)["config.json"])
     assert config["tie_word_embeddings"] is False
     assert config["text_config"]["tie_word_embeddings"] is False
@@ -118,7 +118,7 @@ def test_a_quantized_head_is_targeted_by_name():
     """SGLang treats a head targeted only by its class as unquantized."""
     layout_format = load_format("compressed-tensors")
     head = quantized_plan(layout_format, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
-    plan = plan_of(
+    plan = format_plan(
         layout_format, [*planned_tensors(layout_format, ["int4:g32:sym"] * 4, None), head]
     )
     config = json.loads(layout_format.side_files(plan, SOURCE)["config.json"])
@@ -204,14 +204,14 @@ def test_unquantized_mixtures_are_listed_by_module(key, stacked):
     shape = (2, 128, 128) if stacked else (128, 128)
     tensors = [
         quantized_plan(layout_format, ATTENTION.format(0), "int4:g32:sym", (128, 128), 0),
-        *(kept_plan(f"{mixture(0)}.{name}", shape, 0) for name in names),
+        *(unquantized_plan(f"{mixture(0)}.{name}", shape, 0) for name in names),
         quantized_plan(
             layout_format, f"{mixture(1)}.0.down_proj.weight", "int4:g32:sym", (128, 128), 1
         ),
-        kept_plan(f"{mixture(1)}.1.down_proj.weight", (128, 128), 1),
-        kept_plan("lm_head.weight", (64, 128)),
+        unquantized_plan(f"{mixture(1)}.1.down_proj.weight", (128, 128), 1),
+        unquantized_plan("lm_head.weight", (64, 128)),
     ]
-    files = layout_format.side_files(plan_of(layout_format, tensors), SOURCE)
+    files = layout_format.side_files(format_plan(layout_format, tensors), SOURCE)
     declaration = json.loads(files["config.json"])["quantization_config"]
 
     def left_out(module):
@@ -225,7 +225,7 @@ def test_unquantized_mixtures_are_listed_by_module(key, stacked):
     assert not left_out("model.layers.0.self_attn.o_proj")
 
 
-@each_value(
+@parametrize_each_value(
     (
         "key, list_key",
         [
@@ -248,12 +248,12 @@ def test_unquantized_expert_stacks_are_listed_for_engines(key, list_key, stacks,
     scheme = {"compressed-tensors": "int4:g32:sym", "fp8": "fp8:128x128", "bnb": "nf4:g64"}[key]
     tensors = [
         quantized_plan(layout_format, ATTENTION.format(0), scheme, (128, 128), 0),
-        *(kept_plan(f"model.layers.0.{name}", (4, 128, 128), 0) for name in stacks),
-        kept_plan("model.layers.0.mixer.conv1d.weight", (4, 1, 3), 0),
-        kept_plan("lm_head.weight", (64, 128)),
+        *(unquantized_plan(f"model.layers.0.{name}", (4, 128, 128), 0) for name in stacks),
+        unquantized_plan("model.layers.0.mixer.conv1d.weight", (4, 1, 3), 0),
+        unquantized_plan("lm_head.weight", (64, 128)),
     ]
     files = layout_format.side_files(
-        plan_of(layout_format, tensors), SOURCE | {"num_local_experts": 4}
+        format_plan(layout_format, tensors), SOURCE | {"num_local_experts": 4}
     )
     named = json.loads(files["config.json"])["quantization_config"][list_key]
     parts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -296,7 +296,7 @@ def test_formats_refuse_plans_without_quantized_layers(key):
 
 def test_config_bytes_are_stable_utf8():
     layout_format = load_format("awq")
-    plan = plan_of(layout_format, planned_tensors(layout_format, ["int4:g32:asym"] * 4))
+    plan = format_plan(layout_format, planned_tensors(layout_format, ["int4:g32:asym"] * 4))
     files = [layout_format.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]
     assert files[0] == files[1]
     assert files[0].startswith('{\n  "name": "höhe",\n'.encode())

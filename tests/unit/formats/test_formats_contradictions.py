@@ -17,7 +17,7 @@ from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import StoredTensor
 from quantforge.scheme import Activation
-from tests.quantized import same
+from tests.quantized import bit_equal
 
 MODULE = "model.layers.0.self_attn.q_proj"
 MODEL = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,
@@ -113,7 +113,7 @@ def test_bitsandbytes_storage_dtypes_are_read(storage: str) -> None:
     headers = tensor_headers(packed)
     headers[state] = replace(headers[state], data=bytes(packed[state].tolist()))
     (layout,) = layout_format.find_layouts({**MODEL, "quantization_config": declaration}, headers)
-    assert same(layout_format.unpack(layout, packed), tensor)
+    assert bit_equal(layout_format.unpack(layout, packed), tensor)
 
 
 Q = f"{MODULE}."

@@ -15,7 +15,7 @@ from quantforge.notation import parse
 from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme
-from tests.quantized import DTYPES, INTEGER_FORMATS, decoded, random_tensor
+from tests.quantized import DTYPES, INTEGER_FORMATS, dequantize_reference, random_tensor
 
 SHAPE = (32, 256)
 
@@ -88,10 +88,12 @@ def test_conversions_are_exact_or_refused_with_a_reason(scheme, scale, key, mode
     assert restated.scheme == target_scheme
     assert restated.parameters["scales"].dtype == DTYPES[target_scheme.scale]
     assert restated.parameters["scales"].shape == target_scheme.parameter_shape(SHAPE)
-    assert torch.equal(decoded(restated), decoded(tensor))
+    assert torch.equal(dequantize_reference(restated), dequantize_reference(tensor))
     packed = target.pack("m", restated)
     layout = ModuleLayout("m", LayerScheme(target_scheme), SHAPE, tuple(packed))
-    assert torch.equal(decoded(target.unpack(layout, packed)), decoded(tensor))
+    assert torch.equal(
+        dequantize_reference(target.unpack(layout, packed)), dequantize_reference(tensor)
+    )
 
 
 def test_scales_convert_if_every_value_is_representable():
@@ -108,7 +110,9 @@ def test_scales_convert_if_every_value_is_representable():
     assert torch.equal(rounded.codes, tensor.codes)
     powers = with_scales(tensor, torch.full((32, 4), 2.0**-7, dtype=torch.float16))
     assert compare_values(powers, target_scheme).verdict is Verdict.EXACT
-    assert torch.equal(decoded(convert(powers, target_scheme)), decoded(powers))
+    assert torch.equal(
+        dequantize_reference(convert(powers, target_scheme)), dequantize_reference(powers)
+    )
 
 
 @pytest.mark.parametrize("value", [1e5, 1e-9])
@@ -161,7 +165,7 @@ def test_constant_zero_points_convert_to_a_symmetric_grid():
     restated = convert(tensor, target_scheme)
     assert restated.codes.dtype == torch.int8
     assert set(restated.parameters) == {"scales"}
-    assert torch.equal(decoded(restated), decoded(tensor))
+    assert torch.equal(dequantize_reference(restated), dequantize_reference(tensor))
     back = convert(restated, source)
     assert torch.equal(back.codes, tensor.codes)
     assert torch.equal(back.parameters["zeros"], tensor.parameters["zeros"])

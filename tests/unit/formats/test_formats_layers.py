@@ -14,12 +14,12 @@ from quantforge.notation import parse
 from quantforge.scheme import LayerScheme, Scheme
 from tests.quantized import (
     INTEGER_FORMATS,
-    decoded,
-    kept_plan,
-    plan_of,
+    bit_equal,
+    dequantize_reference,
+    format_plan,
     quantized_plan,
     random_tensor,
-    same,
+    unquantized_plan,
 )
 
 SCHEMES = st.builds(
@@ -34,8 +34,10 @@ SCHEMES = st.builds(
 def stored_config(format_key, scheme, shape):
     """Return the configuration that the format writes for a model of one layer."""
     layer = quantized_plan(format_key, "model.layers.0.mlp.up_proj.weight", scheme, shape, 0)
-    head = kept_plan("lm_head.weight", (8, 8))
-    return json.loads(format_key.side_files(plan_of(format_key, [layer, head]), {})["config.json"])
+    head = unquantized_plan("lm_head.weight", (8, 8))
+    return json.loads(
+        format_key.side_files(format_plan(format_key, [layer, head]), {})["config.json"]
+    )
 
 
 @pytest.mark.parametrize("key", INTEGER_FORMATS)
@@ -64,11 +66,11 @@ def test_packed_layers_match_announced_tensors_and_round_trip(key, scheme, rows,
     )
     assert set(layout.tensor_names) == set(announced)
     read = layout_format.unpack(layout, packed)
-    assert torch.equal(decoded(read), decoded(tensor))
+    assert torch.equal(dequantize_reference(read), dequantize_reference(tensor))
     assert read.shape == shape
-    assert same(layout_format.unpack(layout, layout_format.pack(name, read)), read)
+    assert bit_equal(layout_format.unpack(layout, layout_format.pack(name, read)), read)
     if target_scheme == layout_format.stored_scheme(target_scheme, shape):
-        assert same(read, tensor)
+        assert bit_equal(read, tensor)
 
 
 @pytest.mark.parametrize(

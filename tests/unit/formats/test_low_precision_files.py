@@ -24,7 +24,7 @@ from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import rtn
 from quantforge.recipe import Rounding
 from quantforge.scheme import LayerScheme
-from tests.quantized import kept_plan, plan_of, same
+from tests.quantized import bit_equal, format_plan, unquantized_plan
 
 # q_proj of this model has 256 rows and columns.
 CONFIG = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,
@@ -67,7 +67,7 @@ def packed_module(key: str, text: str, shape: tuple[int, int] = SHAPE):
     plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
     packed = layout_format.pack(MODULE, tensor)
     files = layout_format.side_files(
-        plan_of(layout_format, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG
+        format_plan(layout_format, [plan, unquantized_plan("lm_head.weight", (64, 256))]), CONFIG
     )
     assert {item.name: item for item in stored} == tensor_headers(packed)
     return layout_format, json.loads(files["config.json"]), packed, tensor
@@ -91,7 +91,7 @@ def test_packed_low_precision_modules_round_trip(key, text):
     if key == "bnb" and tensor.scheme.integer:  # the range is stored, 127 times the scale
         tensor = replace(tensor, parameters=unpacked.parameters)
         assert (unpacked.decode() - tensor.decode()).abs().max() == 0
-    assert same(unpacked, tensor) or torch.equal(unpacked.decode(), tensor.decode())
+    assert bit_equal(unpacked, tensor) or torch.equal(unpacked.decode(), tensor.decode())
     assert unpacked.input == tensor.input
     assert torch.equal(unpacked.decode(), tensor.decode())
 
@@ -381,7 +381,7 @@ def test_mixed_precision_names_the_format_of_each_group():
             TensorPlan(f"{name}.weight", "BF16", SHAPE, Action.QUANTIZE, "", layer, stored, index)
         )
     declaration = json.loads(
-        layout_format.side_files(plan_of(layout_format, plans), CONFIG)["config.json"]
+        layout_format.side_files(format_plan(layout_format, plans), CONFIG)["config.json"]
     )["quantization_config"]
     assert declaration["format"] == "mixed-precision"
     groups = declaration["config_groups"].values()

@@ -20,7 +20,7 @@ from quantforge.model.skeleton import build_skeleton
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, Tiny
-from tests.thorough import one_of_each
+from tests.thorough import representative_families
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
@@ -42,7 +42,7 @@ def test_sliding_and_full_layers_compute_like_transformers(
     torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", representative_families(FAMILIES))
 def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family: str) -> None:
     model = build_skeleton(open_checkpoint(tiny(family)).config)
     large = [v for k, v in model.named_parameters() if v.dim() > 1 and "norm" not in k]

@@ -21,8 +21,8 @@ from quantforge.numerics.products import tiled_linears, tiled_products
 from quantforge.numerics.threads import Team, one_thread, reproducible, run_parallel
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import recipe, swift
-from tests.thorough import further
+from tests.runs import fast_recipe, recipe
+from tests.thorough import thorough_case
 
 PRODUCTS = ("mm", "bmm", "addmv", "mv", "dot", "einsum", "matmul", "linear", "linalg", "cholesky", "triangular",
             "dot_product", "conv", "lstsq", "inverse")  # fmt: skip
@@ -96,20 +96,20 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
 @pytest.mark.parametrize(
     ("family", "method", "values"),
     [
-        further("llama-wide", "gptq", {"scheme": "int3:g32:asym"}),
-        further("llama-wide", "awq+gptq", {"calibration.source": "self"}),
+        thorough_case("llama-wide", "gptq", {"scheme": "int3:g32:asym"}),
+        thorough_case("llama-wide", "awq+gptq", {"calibration.source": "self"}),
         ("llama-wide", "smooth+gptq", {"scheme": "w8a8"}),
         ("llama-wide", "gptq", {"format": "gguf", "type": "Q4_0"}),
-        further("llama-wide", "awq", {"lm_head": "int4:g32:sym"}),
+        thorough_case("llama-wide", "awq", {"lm_head": "int4:g32:sym"}),
         ("gemma2", "gptq", {"scheme": "int4:g32:sym"}),
-        further("gpt2", "awq+gptq", {"scheme": "int4:g32:asym"}),
+        thorough_case("gpt2", "awq+gptq", {"scheme": "int4:g32:asym"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_run_uses_no_multithreaded_torch_products(
     family: str, method: str, values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:  # fmt: skip
-    run_recipe = swift(method) if method == "awq+gptq" else recipe(method)
+    run_recipe = fast_recipe(method) if method == "awq+gptq" else recipe(method)
     for key, value in values.items():
         group, _, option = key.rpartition(".")
         inner = replace(getattr(run_recipe, group), **{option: value}) if group else value

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from quantforge.numerics import shared_processors
-from tests.runs import command
+from tests.runs import run_command
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_decoding_commands_spin_only_on_unshared_processors(
     called: list[bool] = []
     monkeypatch.setattr("quantforge.cli.app.processors_are_shared", lambda: shared)
     monkeypatch.setattr("quantforge.cli.app.wait_briefly", lambda: called.append(True))
-    assert command(capsys, *arguments.split()).code == 3
+    assert run_command(capsys, *arguments.split()).code == 3
     assert bool(called) == (briefly or shared)
 
 

@@ -14,7 +14,7 @@ from quantforge.packers.ggml import search as searching
 from quantforge.packers.ggml.blocks import pack_blocks, unpack_blocks
 from quantforge.packers.ggml.grid import CODE_RANGES, LANES, SCALE_RANGES, group_steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 ENCODED = sorted(CODE_RANGES)
 # One of each kind of block: a scale, a minimum, superblocks with minima and without, a table, digits, exponents.
@@ -47,7 +47,7 @@ def test_search_error_matches_the_recorded_value(grid):
     assert result == pytest.approx(ERRORS[grid], rel=0.04)
 
 
-@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
+@pytest.mark.parametrize("grid", mark_others_thorough(ENCODED, *ENCODED[::2]))
 def test_search_beats_ggml_under_the_same_objective(grid):
     weight, columns = matrix(), importance()
     weights = columns * (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()

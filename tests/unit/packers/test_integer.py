@@ -11,7 +11,7 @@ from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.packers import row_encoding as rows
 from quantforge.scheme import Scheme
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 SCHEMES = [
     "int4:g32:sym:f16",
@@ -46,7 +46,7 @@ def _sqnr(scheme: Scheme) -> float:
     return float(10 * torch.log10(weight.square().mean() / error.square().mean()))
 
 
-@each_value(
+@parametrize_each_value(
     ("text", SCHEMES),
     ("search", [False, True]),
 )
@@ -165,7 +165,7 @@ def test_encoding_decoded_values_gives_the_same_codes(text: str) -> None:
     )
 
 
-@each_value(
+@parametrize_each_value(
     ("text", [*SCHEMES, "int2:g11:asym:f16", "int4:row:sym:f16"]),
     ("weighted", [False, True]),
 )
@@ -191,7 +191,7 @@ def test_negative_scale_uses_the_longer_side_of_the_grid() -> None:
     assert torch.equal(_decoded(weight, scheme, search=True), weight)
 
 
-@each_value(
+@parametrize_each_value(
     ("text", SCHEMES),
     ("search", [False, True]),
 )
@@ -208,7 +208,7 @@ def test_zero_groups_come_back_as_exact_zeros_with_a_usable_scale(text: str, sea
         assert bool((decoded[case == 0] == 0).all())
 
 
-@each_value(
+@parametrize_each_value(
     ("text", ["int4:g33:asym:f16", "int4:g33:sym:f16", "int2:row:asym:bf16"]),
     ("search", [False, True]),
 )

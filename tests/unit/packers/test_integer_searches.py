@@ -17,7 +17,7 @@ from quantforge.notation import parse
 from quantforge.packers import integer, scale_loops, scale_search
 from quantforge.packers import row_encoding as rows
 from quantforge.scheme import Scheme
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 Array = NDArray[numpy.float64]
 PARTS = numpy.linspace(1.05, 0.4, 14)  # of the plain scale, in the order in which they are tried
@@ -109,7 +109,7 @@ def agreement(result: Tensor, reference: Array) -> float:
     )
 
 
-@each_value(
+@parametrize_each_value(
     ("weighted", [True, False]),
     (
         "text",
@@ -156,7 +156,7 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return calls
 
 
-@each_value(
+@parametrize_each_value(
     ("weighted", [True, False]),
     (
         "text",

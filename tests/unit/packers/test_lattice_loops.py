@@ -35,7 +35,7 @@ from quantforge.packers.lattices.nearest_loops import round_float16
 from quantforge.packers.lattices.packer import nearest_weighted
 from quantforge.packers.lattices.points import decode_values, lattice_points
 from quantforge.packers.lattices.ternary_loops import find_cuts, sorted_order
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 Array = NDArray[numpy.float32]
 
@@ -235,7 +235,7 @@ TIES = {
 }
 
 
-@pytest.mark.parametrize("grid", usual(sorted(LATTICES), *sorted(LATTICES)[::2]))
+@pytest.mark.parametrize("grid", mark_others_thorough(sorted(LATTICES), *sorted(LATTICES)[::2]))
 def test_ties_break_as_in_ggml(grid: str) -> None:
     x, importance = even_rows()
     mine = pack_blocks(packer.encode_rows(x, parse(grid), importance))

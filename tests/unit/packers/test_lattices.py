@@ -22,7 +22,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.gptq import gptq
 from quantforge.recipe import GptqOptions, Rounding
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 GRIDS = sorted(LATTICES)
 # sha256 of ggml's blocks of `rows` with their importances, where its tables alone take seconds to make; the others are
@@ -115,7 +115,7 @@ def test_search_loses_less_than_ggml(grid: str) -> None:
     assert 0.8 < mine / ggml_loss < 0.99
 
 
-@pytest.mark.parametrize("grid", usual(GRIDS, *GRIDS[::2]))
+@pytest.mark.parametrize("grid", mark_others_thorough(GRIDS, *GRIDS[::2]))
 def test_nearest_search_is_rarely_beaten_by_brute_force(grid: str) -> None:
     lattice, draw = LATTICES[grid], torch.Generator().manual_seed(3)
     width = lattice.weights_per_code

@@ -11,7 +11,7 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers import fp4, fp8, get_packer, integer, nf4
 from quantforge.packers import row_encoding as rows
 from quantforge.packers.nearest_levels import count_exceeded, look_up
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",
            "fp8_e5m2:row", "nvfp4", "mxfp8", "int4:g64:min")  # fmt: skip
@@ -50,7 +50,7 @@ def test_scale_search_lowers_the_error(text):
     assert 0.02 < gain < 3
 
 
-@each_value(
+@parametrize_each_value(
     ("text", SCHEMES),
     ("search", [False, True]),
 )

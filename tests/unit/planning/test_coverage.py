@@ -18,7 +18,7 @@ from quantforge.plans import Action, Plan
 from quantforge.recipe import Recipe, Rule
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from tests.runs import command
+from tests.runs import run_command
 
 H, EXPERTS = 64, 4
 ATTENTION = {f"self_attn.{name}_proj.weight": (H, H) for name in "qkvo"}
@@ -71,15 +71,15 @@ def test_unquantized_experts_are_a_low_coverage_event(tmp_path, capsys):
     assert event.kind == "low-coverage"
     assert "24.9% of the weights inside blocks are quantized" in event.detail
     assert "model.layers.*.mlp.experts.gate_up_proj (131,072 bytes)" in event.detail
-    result = command(capsys, "plan", model, "--scheme", "int4:g32")
+    result = run_command(capsys, "plan", model, "--scheme", "int4:g32")
     assert "coverage         24.9%" in result.out
-    document = json.loads(command(capsys, "plan", model, "--scheme", "int4:g32", "--json").out)
+    document = json.loads(run_command(capsys, "plan", model, "--scheme", "int4:g32", "--json").out)
     assert document["quantized_share_in_blocks"] == pytest.approx(0.249, abs=1e-3)
     assert (
         document["unquantized_in_blocks"]["model.layers.*.mlp.experts.down_proj"]
         == 2 * EXPERTS * H * H * 2
     )
-    strict = command(
+    strict = run_command(
         capsys, "quantize", model, "--scheme", "int4:g32", "--strict", "-o", tmp_path / "o"
     )
     assert (strict.code, "--allow low-coverage=1" in strict.err) == (4, True)
@@ -141,21 +141,21 @@ def test_exports_report_low_coverage_like_the_first_run(tmp_path, capsys):
     api.quantize(
         str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
     )
-    result = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
+    result = run_command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
     assert "25.0% of the weights inside blocks are quantized" in result.err
     assert "event low-coverage x1" in result.err
     document = json.loads(
-        command(
+        run_command(
             capsys, "export", tmp_path / "a", "--format", "awq", "-o", tmp_path / "c", "--json"
         ).out
     )
     assert document["quantized_share_in_blocks"] == pytest.approx(0.25)
     assert [event["kind"] for event in document["events"]] == ["low-coverage"]
-    strict = command(
+    strict = run_command(
         capsys, "export", tmp_path / "a", "--format", "gptq", "--strict", "-o", tmp_path / "d"
     )
     assert (strict.code, "low-coverage" in strict.err) == (4, True)
-    plain = command(
+    plain = run_command(
         capsys,
         "export",
         tmp_path / "a",
@@ -238,7 +238,7 @@ def test_unloadable_families_are_refused_for_their_engine(family, tmp_path, caps
     verdicts = {verdict.engine: verdict for verdict in plan_model(model).engines}
     assert not verdicts["transformers"].loads
     assert f"{family} does not load" in verdicts["transformers"].reason
-    result = command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
+    result = run_command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
     assert (result.code, family in result.err) == (4, True)
 
 

@@ -13,7 +13,7 @@ from quantforge.planning.planner import make_plan
 from quantforge.plans import decisions, decisions_by_plan
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
-from tests.runs import ROWS, command
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
 
 RELEASE = """model = "{model}"
 [calibration]
@@ -51,24 +51,24 @@ def test_a_release_reports_decisions(
 ) -> None:
     spec = tmp_path / "release.toml"
     spec.write_text(RELEASE.format(model=tiny("llama")))
-    result = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+    result = run_command(capsys, "release", spec, "-o", tmp_path / "out", *more)
     assert result.code == 0, result.err
     assert "all 2: chosen: calibration.samples = 32: --effort low" in result.err
     assert "int3: substitution: " in result.err
     if more:
-        output = command(capsys, "release", spec, "-o", tmp_path / "out", *more, "--json")
+        output = run_command(capsys, "release", spec, "-o", tmp_path / "out", *more, "--json")
         first, second = json.loads(output.out)["variants"]
         assert first["decisions"] == ["chosen: calibration.samples = 32: --effort low"]
         assert len(second["decisions"]) > 1
     else:
-        again = command(capsys, "release", spec, "-o", tmp_path / "out")
+        again = run_command(capsys, "release", spec, "-o", tmp_path / "out")
         assert "chosen" not in again.err  # nothing is left to make
 
 
 def test_a_sweep_reports_decisions(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
-    result = command(
+    result = run_command(
         capsys, "sweep", tiny("llama"), "--over", "scheme=int4:g128,int3:g32", "--method", "rtn", "--format",
-        "compressed-tensors", "-o", tmp_path / "out", "--windows", "1", "--window-length", "16", *ROWS,
+        "compressed-tensors", "-o", tmp_path / "out", "--windows", "1", "--window-length", "16", *CALIBRATION_ARGUMENTS,
     )  # fmt: skip
     assert result.code == 0, result.err
     assert "substitution: " in result.err.partition("variants")[0]

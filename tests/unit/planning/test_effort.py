@@ -23,8 +23,8 @@ from quantforge.planning.release_spec import parse_release
 from quantforge.recipe import VALUES, CalibrationOptions, GptqOptions, Recipe, from_toml
 from quantforge.settings import Settings
 from tests.conftest import Tiny, make_tiny
-from tests.runs import CALIBRATION, command, make_variants, quantize, recipe, tree
-from tests.thorough import further
+from tests.runs import CALIBRATION, file_digests, make_variants, quantize, recipe, run_command
+from tests.thorough import thorough_case
 
 LOW, MEDIUM, HIGH = VALUES["effort"]
 SHORT = replace(CALIBRATION, length=24)
@@ -267,7 +267,7 @@ def test_an_explicit_impossible_guide_is_refused(tiny: Tiny) -> None:
         plan(tiny("llama"), recipe("rtn", bits=4, guided_hessians=1, effort=HIGH))
 
 
-@pytest.mark.parametrize("level", [LOW, further(HIGH)])
+@pytest.mark.parametrize("level", [LOW, thorough_case(HIGH)])
 def test_the_manifest_records_effort_settings_and_reproduces(
     block: Path, tmp_path: Path, level: str
 ) -> None:
@@ -290,7 +290,7 @@ def test_more_gptq_passes_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
     for runs in (0, 1, 2):
         requested_recipe = recipe("gptq", bits=4, gptq=GptqOptions(passes=runs))
         quantize(tiny("llama"), tmp_path / str(runs), requested_recipe)
-        files.append(tree(tmp_path / str(runs))["model.safetensors"])
+        files.append(file_digests(tmp_path / str(runs))["model.safetensors"])
     assert files[0] == files[1] != files[2]  # the grid of 4 bits has one
 
 
@@ -319,11 +319,14 @@ effort = "high"
     for variant_recipe, path in pairs:
         alone = path.with_name(f"{path.name}-alone")
         quantize(block, alone, variant_recipe)
-        ours, theirs = tree(path), tree(alone)
+        ours, theirs = file_digests(path), file_digests(alone)
         assert {n: d for n, d in ours.items() if n != "README.md"} == {
             n: d for n, d in theirs.items() if n != "README.md"
         }
-    assert tree(pairs[0][1])["model.safetensors"] != tree(pairs[1][1])["model.safetensors"]
+    assert (
+        file_digests(pairs[0][1])["model.safetensors"]
+        != file_digests(pairs[1][1])["model.safetensors"]
+    )
 
 
 def test_the_command_line_accepts_effort(
@@ -341,9 +344,9 @@ def test_the_command_line_accepts_effort(
         "--length",
         "24",
     )
-    result = command(capsys, *arguments, "--effort", "HIGH")
+    result = run_command(capsys, *arguments, "--effort", "HIGH")
     assert "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high" in result.out
-    wrong = command(capsys, *arguments, "--effort", "hihg")
+    wrong = run_command(capsys, *arguments, "--effort", "hihg")
     assert wrong.code == 2
     assert "did you mean 'high'?" in wrong.err
     assert build_recipe(None, effort=LOW).effort == LOW
@@ -361,7 +364,7 @@ def test_joined_processes_refuse_high_effort(
 def test_size_targets_require_medium_effort(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(
+    result = run_command(
         capsys,
         "quantize",
         tiny("llama"),
@@ -378,7 +381,7 @@ def test_size_targets_require_medium_effort(
     recipe_path = tmp_path / "own.toml"
     recipe_path.write_text(f'effort = "{LOW}"\n')
     arguments = ("--target", "3.5bpw", "--recipe", recipe_path, "-o", tmp_path / "made.toml")
-    result = command(capsys, "allocate", tiny("llama"), *arguments)
+    result = run_command(capsys, "allocate", tiny("llama"), *arguments)
     assert result.code == 2
     assert "remove `effort` from the recipe" in result.err
     assert "quantize --recipe FILE --effort low" in result.err

@@ -14,7 +14,7 @@ from quantforge.artifacts import manifest
 from quantforge.settings import Policy, Settings
 from tests import headers
 from tests.conftest import Tiny
-from tests.runs import command
+from tests.runs import run_command
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -126,7 +126,7 @@ def test_embedding_keep_applies_to_gguf() -> None:
 def test_quantize_reports_the_share_of_embedding_and_head(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(
+    result = run_command(
         capsys,
         "quantize",
         tiny("llama-wide"),

@@ -10,7 +10,7 @@ from quantforge import api
 from quantforge.artifacts import manifest
 from quantforge.recipe import CalibrationOptions, Recipe, from_toml
 from tests.conftest import Tiny
-from tests.runs import ROWS, command, copied
+from tests.runs import CALIBRATION_ARGUMENTS, copy_model, run_command
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_explicit_methods_and_conversions_give_no_note(tiny: Tiny) -> None:
 
 
 def test_without_a_tokenizer_the_method_is_rtn(tiny: Tiny, tmp_path: Path) -> None:
-    model = copied(tiny("llama-wide"), tmp_path / "m")
+    model = copy_model(tiny("llama-wide"), tmp_path / "m")
     (model / "tokenizer.json").unlink()
     plan = api.plan(model, bits=4)
     assert plan.method == "rtn"
@@ -52,7 +52,7 @@ def test_without_a_tokenizer_the_method_is_rtn(tiny: Tiny, tmp_path: Path) -> No
 
 
 def test_undeclared_families_default_to_rtn(tiny: Tiny, tmp_path: Path) -> None:
-    model = copied(tiny("llama-wide"), tmp_path / "m")
+    model = copy_model(tiny("llama-wide"), tmp_path / "m")
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(
         config.replace('"model_type": "llama"', '"model_type": "unheard_of"')
@@ -65,8 +65,16 @@ def test_undeclared_families_default_to_rtn(tiny: Tiny, tmp_path: Path) -> None:
 def test_the_chosen_method_is_reported_first_and_recorded(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(
-        capsys, "quantize", tiny("llama-wide"), "--bits", 4, *ROWS, "-v", "-o", tmp_path / "q"
+    result = run_command(
+        capsys,
+        "quantize",
+        tiny("llama-wide"),
+        "--bits",
+        4,
+        *CALIBRATION_ARGUMENTS,
+        "-v",
+        "-o",
+        tmp_path / "q",
     )
     assert result.code == 0
     assert result.err.index("chosen: --method awq+gptq") < result.err.index("block 0")

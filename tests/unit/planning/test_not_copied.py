@@ -9,14 +9,14 @@ import pytest
 
 from quantforge import api
 from tests.conftest import Tiny
-from tests.runs import command, copied, recipe
+from tests.runs import copy_model, recipe, run_command
 
 NO_LICENCE = "the source states no licence"
 
 
 @pytest.fixture
 def model(tiny: Tiny, tmp_path: Path) -> Path:
-    return copied(tiny("llama"), tmp_path / "m")
+    return copy_model(tiny("llama"), tmp_path / "m")
 
 
 def not_copied_notes(model: Path) -> list[str]:
@@ -75,9 +75,9 @@ def test_files_not_copied_are_shown_and_recorded(
     (model / "modeling_x.py").touch()
     line, out = "not carried over: modeling_x.py", tmp_path / "out"
     options = ("--scheme", "int4:g32:sym", "--scales", "absmax")
-    assert line in command(capsys, "plan", model, *options).out
-    assert line in command(capsys, "quantize", model, *options, "-o", out).err
+    assert line in run_command(capsys, "plan", model, *options).out
+    assert line in run_command(capsys, "quantize", model, *options, "-o", out).err
     manifest = json.loads((out / "quantforge.manifest.json").read_bytes())
     assert line in manifest["not_copied"]
-    done = command(capsys, "export", out, "--format", "gptq", "-o", tmp_path / "gptq")
+    done = run_command(capsys, "export", out, "--format", "gptq", "-o", tmp_path / "gptq")
     assert (done.code, NO_LICENCE in done.err, "not carried" in done.err) == (0, True, False)

@@ -23,8 +23,8 @@ from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from tests import headers
 from tests.conftest import FAMILIES, Tiny
 from tests.quantized import INTEGER_FORMATS
-from tests.runs import copied, quantize, recipe
-from tests.thorough import each_value
+from tests.runs import copy_model, quantize, recipe
+from tests.thorough import parametrize_each_value
 
 
 def plan(model: Path, **values: object) -> Plan:
@@ -158,7 +158,7 @@ def test_a_non_dividing_group_is_replaced_by_a_finer_one(tmp_path, columns, gran
     assert f"int4:g128:sym -> int4:{granularity}" in planned.substitutions[0].detail
 
 
-@each_value(
+@parametrize_each_value(
     ("format_key", ["gptq", "gptq_v2", "awq"]),
     ("columns, group_size", [(192, 64), (96, 32), (48, 16)]),
 )
@@ -323,7 +323,7 @@ def test_rules_reach_an_unstored_tied_head(tmp_path):
 
 
 def test_a_duplicate_tied_head_is_stored_once(tiny, tmp_path):
-    source = copied(tiny("llama-tied"), tmp_path / "m")
+    source = copy_model(tiny("llama-tied"), tmp_path / "m")
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
@@ -344,7 +344,7 @@ def test_a_duplicate_tied_head_is_stored_once(tiny, tmp_path):
 
 
 def test_an_undeclared_family_allows_rtn_or_derived_declarations(tiny, tmp_path):
-    source = copied(tiny("llama-wide"), tmp_path / "m")
+    source = copy_model(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
     planned = plan(source)
@@ -356,7 +356,7 @@ def test_an_undeclared_family_allows_rtn_or_derived_declarations(tiny, tmp_path)
         assert [e.kind for e in derived.substitutions if e.where == "novel"] == [
             "unknown-model-type"
         ]
-    nobody = copied(source, tmp_path / "nobody")
+    nobody = copy_model(source, tmp_path / "nobody")
     unknown_config = {**config, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
     (nobody / "config.json").write_text(json.dumps(unknown_config))
     with pytest.raises(InputError, match="'novel' is not declared") as caught:

@@ -11,7 +11,7 @@ from quantforge.planning.scheme_rules import RecipeRules, matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import Recipe, Rule
 from quantforge.scheme import LayerScheme
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 
 def tensor(name: str, role: Role = Role.LINEAR, stored: str = "") -> MatchedTensor:
@@ -98,7 +98,7 @@ def test_a_rule_pattern_with_backtracking_is_refused():
         matches(r"re:(.*)(.*)(.*)(.*)\4\3\2\1x", tensor("a" * 100 + "xb"))
 
 
-@each_value(
+@parametrize_each_value(
     (
         "pattern, near",
         [

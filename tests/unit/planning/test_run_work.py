@@ -15,7 +15,7 @@ from quantforge.plans import Plan, RunWork
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
 from tests import headers
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 TOKENS = 128 * 512
 LARGE = {
@@ -99,7 +99,7 @@ def test_estimated_work_grows_with_the_model(large: Path, tmp_path: Path) -> Non
             assert 4 < second[step] / first[step] < 16, (method, step)
 
 
-@pytest.mark.parametrize("tiles", [False, further(True)])
+@pytest.mark.parametrize("tiles", [False, thorough_case(True)])
 def test_expert_work_counts_only_routed_tokens(tmp_path: Path, tiles: bool) -> None:
     """Two layers with the shape of Kimi K2, in sparse files; a plan reads only headers."""
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantforge_kernels.cpu import instruction_sets
-from tests.runs import command, quantize, recipe
+from tests.runs import quantize, recipe, run_command
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 CHILD = """
@@ -83,7 +83,7 @@ def switch(monkeypatch):
 
 def test_doctor_warns_when_cpu_programs_are_off(switch, capsys):
     def doctor_check() -> dict[str, str]:
-        checks = json.loads(command(capsys, "doctor", "--json").out)["checks"]
+        checks = json.loads(run_command(capsys, "doctor", "--json").out)["checks"]
         return next(check for check in checks if check["check"] == "cpu programs")
 
     switch("off")
@@ -97,7 +97,7 @@ def test_doctor_warns_when_cpu_programs_are_off(switch, capsys):
 
 def test_invalid_switch_value_is_refused(switch, capsys):
     switch("no")
-    ended = command(capsys, "formats")
+    ended = run_command(capsys, "formats")
     assert ended.code == 2
     assert f"{instruction_sets.SWITCH_VARIABLE}=no" in ended.err
     with pytest.raises(ValueError, match="on or off"):

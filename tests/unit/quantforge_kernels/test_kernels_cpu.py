@@ -8,7 +8,7 @@ from quantforge_kernels import fallback
 from quantforge_kernels.cpu import packed_integers
 from quantforge_kernels.matmul_spec import MatmulSpec
 from quantforge_kernels.select import select_kernel
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 
 def make(problem: MatmulSpec, rows: int = 3):
@@ -37,7 +37,7 @@ def relative_error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> fl
     return float((y.double() - expected).norm() / expected.norm())
 
 
-@each_value(
+@parametrize_each_value(
     ("bits", range(1, 9)),
     ("columns", [7, 64, 129]),
 )
@@ -49,7 +49,7 @@ def test_packing_rows_is_lossless_and_dense(bits, columns):
     assert sum(plane.numel() for plane in planes) == 5 * padded * bits // 8
 
 
-@each_value(
+@parametrize_each_value(
     ("bits", range(2, 9)),
     (
         "symmetric, shape, group",
@@ -87,7 +87,7 @@ def test_reference_kernel_is_selected_without_vector_units(monkeypatch):
         assert select_kernel(problem(bits)) is fallback.KERNEL
 
 
-@each_value(
+@parametrize_each_value(
     ("symmetric", [True, False]),
     ("group", [32, 64, 128, 256, 2048]),
 )

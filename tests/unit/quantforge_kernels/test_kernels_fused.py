@@ -27,9 +27,9 @@ from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.kv import PAGE_SIZE
 from quantforge_kernels.matmul_spec import Kernel
 from quantforge_kernels.score_options import ScoreOptions
-from tests.caches import cached
+from tests.caches import random_paged_cache
 from tests.conftest import make_tiny
-from tests.thorough import each_value, further
+from tests.thorough import parametrize_each_value, thorough_case
 from tests.triton_kernels import DEVICE
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ def near(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
     torch.testing.assert_close(output.float(), expected.float(), rtol=step, atol=step)
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype, offset", product(TYPES, (0.0, 1.0))),
     ("shape", [(1, 64), (3, 100), (0, 8), (2, 3, 40)]),
 )
@@ -85,7 +85,7 @@ def test_rotary_and_norm_on_strided_heads():
     assert torch.equal(layers.apply_rotary_triton(transposed, cosine, sine), expected)
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype, tanh", product(TYPES, (False, True))),
     ("rows", [1, 3, 0]),
 )
@@ -103,7 +103,7 @@ def test_gates(dtype, tanh, rows):
     near(layers.gate_triton(transposed, gate, tanh), gated(up, gate).to(dtype), dtype)
 
 
-@each_value(
+@parametrize_each_value(
     ("splits", [1, 2, 5]),
     ("dtype", [torch.float32, torch.bfloat16]),
 )
@@ -130,7 +130,10 @@ def test_split_results_are_summed_in_order(splits, dtype):
 )
 def test_attention(bytes_, dtype, kind, groups, head, lengths, cap, window):
     """``bytes_``: as on a device that does not know float8."""
-    given_ = (*cached(dtype, groups, head, lengths, kind), ScoreOptions(head**-0.5, cap, window))
+    given_ = (
+        *random_paged_cache(dtype, groups, head, lengths, kind),
+        ScoreOptions(head**-0.5, cap, window),
+    )
     with pytest.MonkeyPatch.context() as patch:
         if bytes_:
             patch.setattr(attention, "supports_float8", lambda _device: False)
@@ -139,7 +142,7 @@ def test_attention(bytes_, dtype, kind, groups, head, lengths, cap, window):
 
 
 def test_nan_query_affects_only_its_own_head():
-    q, *cache = cached(torch.float32, (4, 2), 64, [40], "")
+    q, *cache = random_paged_cache(torch.float32, (4, 2), 64, [40], "")
     q[0, 1, 5] = float("nan")
     output = attend_triton(q, *cache, ScoreOptions(0.125))
     assert output[0, 1].isnan().all()
@@ -148,7 +151,7 @@ def test_nan_query_affects_only_its_own_head():
 
 @pytest.mark.parametrize(
     ("family", "kind", "blocks"),
-    [("llama", "", 1), further("gemma2", "", 2), further("qwen3", "k=int8,v=int4", 1)],
+    [("llama", "", 1), thorough_case("gemma2", "", 2), thorough_case("qwen3", "k=int8,v=int4", 1)],
 )
 def test_decoder_with_triton_kernels_gives_the_same_logits(
     tmp_path, monkeypatch, family, kind, blocks

@@ -18,8 +18,15 @@ from quantforge_kernels.grouped import (
 )
 from quantforge_kernels.matmul_spec import MatmulSpec
 from quantforge_kernels.select import GROUPED_KERNELS, select_grouped_kernel
-from tests.thorough import each_value, further
-from tests.triton_kernels import DEVICE, FORMS, expected, make_spec, relative_error, weights
+from tests.thorough import parametrize_each_value, thorough_case
+from tests.triton_kernels import (
+    DEVICE,
+    WEIGHT_FORMATS,
+    make_spec,
+    random_weights,
+    reference_output,
+    relative_error,
+)
 
 COUNT, FEW = 6, 3  # matrices
 # As those of single products (test_kernels_triton).
@@ -34,7 +41,7 @@ def owned(rows: int, each: int, count: int = COUNT) -> ExpertRouting:
 
 
 def stacked(spec: MatmulSpec, kernel, count: int = COUNT):
-    matrices = [weights(spec, seed) for seed in range(count)]
+    matrices = [random_weights(spec, seed) for seed in range(count)]
     if "table" in matrices[0][1]:
         matrices = [
             (codes, values | {"table": matrices[0][1]["table"]}) for codes, values in matrices
@@ -45,7 +52,7 @@ def stacked(spec: MatmulSpec, kernel, count: int = COUNT):
 def expected_products(spec: MatmulSpec, matrices, x, routing: ExpertRouting):
     each = len(routing.expert_of_pair) // len(x)
     lines = [
-        expected(spec, matrices[int(owner)], x[number // each][None])
+        reference_output(spec, matrices[int(owner)], x[number // each][None])
         for number, owner in enumerate(routing.expert_of_pair)
     ]
     return torch.cat(lines)
@@ -67,14 +74,14 @@ def test_expert_routing_sorts_and_counts_pairs():
 @pytest.mark.parametrize(
     ("weight_format", "rows", "each"),
     [
-        *((weight_format, 7, 3) for weight_format in FORMS),
+        *((weight_format, 7, 3) for weight_format in WEIGHT_FORMATS),
         ("int4", 1, 2),
         ("int4", 3, 1),
         ("int4", 0, 2),
     ],
 )
 def test_looped_grouped_product_equals_the_definition(weight_format, rows, each):
-    spec = make_spec(**FORMS[weight_format], shape=(5, 256))
+    spec = make_spec(**WEIGHT_FORMATS[weight_format], shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
     matrices, packed = stacked(spec, kernel)
     x = rows_of(spec, rows)
@@ -94,25 +101,25 @@ def test_looped_grouped_product_equals_the_definition(weight_format, rows, each)
 def test_matrices_with_different_parameters_are_not_stacked():
     spec = make_spec(shape=(5, 256))
     kernel = make_looped_kernel(fallback.KERNEL)
-    matrices = [weights(spec, seed) for seed in range(2)]
+    matrices = [random_weights(spec, seed) for seed in range(2)]
     wide = (matrices[1][0], {name: value.float() for name, value in matrices[1][1].items()})
     with pytest.raises(ValueError, match="scales of matrix 1 differs"):
         prepare_stacked(iter([matrices[0], wide]), GroupedMatmulSpec(spec, 2), kernel)
-    spec = make_spec(**FORMS["nf4"], shape=(5, 256))
+    spec = make_spec(**WEIGHT_FORMATS["nf4"], shape=(5, 256))
     with pytest.raises(ValueError, match="table of matrix 1 is not that of the first"):
         prepare_stacked(
-            (weights(spec, seed) for seed in range(2)), GroupedMatmulSpec(spec, 2), kernel
+            (random_weights(spec, seed) for seed in range(2)), GroupedMatmulSpec(spec, 2), kernel
         )
 
 
-@pytest.mark.parametrize("weight_format", FORMS)
-@pytest.mark.parametrize(("rows", "each"), [(1, 2), further(25, 1)])
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("rows", "each"), [(1, 2), thorough_case(25, 1)])
 def test_every_weight_format_in_one_launch(weight_format, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    spec = make_spec(**FORMS[weight_format], shape=(11, 256))
+    spec = make_spec(**WEIGHT_FORMATS[weight_format], shape=(11, 256))
     matrices, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
     x, routing = rows_of(spec, rows), owned(rows, each, FEW)
     y = plane_products.grouped_matmul(x, routing, packed, GroupedMatmulSpec(spec, FEW))
@@ -122,7 +129,7 @@ def test_every_weight_format_in_one_launch(weight_format, rows, each):
     )
 
 
-@each_value(
+@parametrize_each_value(
     ("kernel", ["matvec", "rows"]),
     (
         "dtype, weight_format",
@@ -131,7 +138,10 @@ def test_every_weight_format_in_one_launch(weight_format, rows, each):
                 (torch.float16, weight_format)
                 for weight_format in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
             ),
-            *(further(torch.bfloat16, weight_format) for weight_format in ("int4", "fp8 in tiles")),
+            *(
+                thorough_case(torch.bfloat16, weight_format)
+                for weight_format in ("int4", "fp8 in tiles")
+            ),
         ],
     ),
 )
@@ -139,7 +149,7 @@ def test_sixteen_bit_inputs_in_both_kernels(kernel, dtype, weight_format):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    spec = make_spec(**FORMS[weight_format], shape=(11, 256), dtype=dtype)
+    spec = make_spec(**WEIGHT_FORMATS[weight_format], shape=(11, 256), dtype=dtype)
     matrices, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
     x, routing = rows_of(spec, 3), owned(3, 2, FEW)
     group = GroupedMatmulSpec(spec, FEW)
@@ -213,7 +223,7 @@ VECTORS = [
 
 
 @pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
-@each_value(
+@parametrize_each_value(
     ("weight_format", VECTORS),
     (
         "limit, rows, each",

@@ -15,15 +15,15 @@ from quantforge_kernels.bit_planes import PLANE_WIDTHS, choose_chunk, pack_bit_p
 from quantforge_kernels.gpu import plane_products, w8a8_products
 from quantforge_kernels.matmul_spec import MatmulSpec
 from quantforge_kernels.select import KERNELS, select_kernel
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 from tests.triton_kernels import (
     DEVICE,
-    FORMS,
-    activations,
-    expected,
+    WEIGHT_FORMATS,
     make_spec,
+    random_activations,
+    random_weights,
+    reference_output,
     relative_error,
-    weights,
 )
 
 # What rounding to a type costs, relative to the norm of the result: of the result alone, and of the
@@ -33,12 +33,12 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 
 
 def run(spec: MatmulSpec, rows: int = 1):
-    matrices = weights(spec)
-    x = activations(spec, rows)
+    matrices = random_weights(spec)
+    x = random_activations(spec, rows)
     y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec)
     assert y.shape == (rows, spec.out_features)
     assert y.dtype == spec.dtype
-    return relative_error(y, expected(spec, matrices, x))
+    return relative_error(y, reference_output(spec, matrices, x))
 
 
 def from_planes(planes, bits, chunk, columns):
@@ -52,7 +52,7 @@ def from_planes(planes, bits, chunk, columns):
     return codes[:, :columns]
 
 
-@each_value(
+@parametrize_each_value(
     ("bits", range(1, 9)),
     ("columns, group", [(1, 8), (31, 32), (128, 96), (200, 128)]),
 )
@@ -90,12 +90,12 @@ def test_integer_products_equal_the_definition(rows, bits, symmetric, shape, gro
     assert run(make_spec("int", bits, group, symmetric, shape), rows) < ROUNDING[torch.float32]
 
 
-@pytest.mark.parametrize("weight_format", FORMS)
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 @pytest.mark.parametrize("rows", [1, 3, 65])
 def test_every_weight_format_equals_the_definition(weight_format, rows, monkeypatch):
     """One row, a few, and so many that slabs of the weight are decoded."""
     monkeypatch.setattr(plane_products, "SLAB_BYTES", 5 * 256 * 4)
-    spec = make_spec(**FORMS[weight_format], shape=(11, 256))
+    spec = make_spec(**WEIGHT_FORMATS[weight_format], shape=(11, 256))
     assert run(spec, rows) < ROUNDING[torch.float32]
 
 
@@ -112,7 +112,7 @@ SIXTEEN = ["int4", "int3", "int8 per row", "nf4", "nvfp4", "fp8 e5m2", "q2_k", "
 )
 def test_sixteen_bit_inputs_stay_within_rounding(rows, dtype, weight_format):
     """The magic numbers of one row stay as exact as the type; so do weights rounded to it."""
-    error = run(make_spec(**FORMS[weight_format], shape=(24, 256), dtype=dtype), rows)
+    error = run(make_spec(**WEIGHT_FORMATS[weight_format], shape=(24, 256), dtype=dtype), rows)
     assert ROUNDING[dtype] / 40 < error < ROUNDING[dtype] * (1 if rows == 1 else 2)
 
 
@@ -124,7 +124,7 @@ def test_odd_groups(grid, shape, group, rows):
     assert run(make_spec(grid, bits, group, True, shape), rows) < ROUNDING[torch.float32]
 
 
-@each_value(
+@parametrize_each_value(
     ("shape, tile_rows", [((130, 256), 128), ((140, 200), 128), ((30, 300), 8)]),
     ("rows", [1, 66]),
 )
@@ -149,10 +149,10 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
     assert torch.equal(output, codes.view(fallback.FLOAT8_DTYPES[grid]).float())
 
 
-@pytest.mark.parametrize("weight_format", FORMS)
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 def test_repacked_weights_are_as_small_as_the_file(weight_format):
-    spec = make_spec(**FORMS[weight_format], shape=(256, 2048))
-    codes, parameters = weights(spec)
+    spec = make_spec(**WEIGHT_FORMATS[weight_format], shape=(256, 2048))
+    codes, parameters = random_weights(spec)
     held_bytes = sum(
         part.nbytes for part in plane_products.prepare(codes, parameters, spec).values()
     )
@@ -174,18 +174,18 @@ def test_repacked_weights_are_as_small_as_the_file(weight_format):
 @pytest.mark.parametrize("rows", [0, 1, 3, 70])
 def test_empty_inputs_give_empty_outputs(rows):
     spec = make_spec(shape=(4, 128))
-    matrices, x = weights(spec), activations(spec, rows)
+    matrices, x = random_weights(spec), random_activations(spec, rows)
     y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec)
     assert y.shape == (rows, 4)
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype", [torch.float32, torch.bfloat16]),
     ("rows", [1, 2, 65]),
 )
 def test_nan_inputs_and_scales_propagate(dtype, rows):
     spec = make_spec(shape=(5, 256), dtype=dtype)
-    matrices, x = weights(spec), activations(spec, rows)
+    matrices, x = random_weights(spec), random_activations(spec, rows)
     x[0, 200] = float("nan")
     packed = plane_products.prepare(*matrices, spec)
     y = plane_products.matmul(x, packed, spec)
@@ -194,31 +194,31 @@ def test_nan_inputs_and_scales_propagate(dtype, rows):
     scales = matrices[1]["scales"].clone()
     scales[2, 1] = float("nan")
     packed = plane_products.prepare(matrices[0], {"scales": scales}, spec)
-    y = plane_products.matmul(activations(spec, rows), packed, spec)
+    y = plane_products.matmul(random_activations(spec, rows), packed, spec)
     assert y[:, 2].isnan().all()
     assert y[:, [0, 1, 3, 4]].isfinite().all()
 
 
-@each_value(
+@parametrize_each_value(
     ("kernel", ["matvec", "rows"]),
     ("tile", [(8, 512, 1, 1), (16, 512, 2, 3), (16, 1024, 4, 2), (32, 512, 1, 7)]),
 )
 def test_any_tile_and_split_gives_the_same(kernel, tile):
     spec = make_spec("int", 4, 64, False, (37, 1600))
-    matrices, x = weights(spec), activations(spec, 1 if kernel == "matvec" else 5)
+    matrices, x = random_weights(spec), random_activations(spec, 1 if kernel == "matvec" else 5)
     packed = plane_products.prepare(*matrices, spec)
     y = plane_products.launch(kernel, x, packed, spec, plane_products.Tile(*tile))
-    assert relative_error(y, expected(spec, matrices, x)) < ROUNDING[torch.float32]
+    assert relative_error(y, reference_output(spec, matrices, x)) < ROUNDING[torch.float32]
 
 
-@each_value(
+@parametrize_each_value(
     ("bits", [2, 3, 4, 8]),
     ("symmetric", [True, False]),
 )
 def test_decoding_modes_agree_on_all_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
     spec = make_spec("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
-    matrices, x = weights(spec), activations(spec)
+    matrices, x = random_weights(spec), random_activations(spec)
     packed = plane_products.prepare(*matrices, spec)
     results = [
         plane_products.launch(
@@ -231,7 +231,7 @@ def test_decoding_modes_agree_on_all_codes(bits, symmetric):
         )
         for mode in ((0, 1) if DEVICE == "cpu" else (0, 1, 2))
     ]
-    reference = expected(spec, matrices, x)
+    reference = reference_output(spec, matrices, x)
     assert all(relative_error(y, reference) < ROUNDING[torch.bfloat16] for y in results)
     assert results[1:] == results[1:2] * (len(results) - 1) or torch.equal(*results[1:])
 
@@ -250,9 +250,9 @@ def test_random_integer_products_equal_the_definition(
     bits, group, groups, out, rows, symmetric, seed
 ):
     spec = make_spec("int", bits, group, symmetric, (out, group * groups))
-    matrices, x = weights(spec, seed), activations(spec, rows, seed)
+    matrices, x = random_weights(spec, seed), random_activations(spec, rows, seed)
     y = plane_products.matmul(x, plane_products.prepare(*matrices, spec), spec).double()
-    reference = expected(spec, matrices, x)
+    reference = reference_output(spec, matrices, x)
     spread = (
         x.double().abs().sum(1, keepdim=True) * matrices[1]["scales"].double().abs().max() * 2**bits
     )
@@ -267,13 +267,15 @@ def test_random_integer_products_equal_the_definition(
 def test_eight_bit_products(rows, grid, shape, group, tile_rows):
     kind = "int8" if grid == "int" else "fp8"
     spec = make_spec(grid, 8, group, True, shape, tile_rows, activation_kind=kind)
-    matrices, x = weights(spec), activations(spec, rows)
+    matrices, x = random_weights(spec), random_activations(spec, rows)
     packed = w8a8_products.prepare(*matrices, spec)
     y = w8a8_products.matmul(x, packed, spec)
     assert y.shape == (rows, shape[0])
     if rows:
-        assert relative_error(y, expected(spec, matrices, x)) < ROUNDING[torch.float32]
-        unquantized = expected(make_spec(grid, 8, group, True, shape, tile_rows), matrices, x)
+        assert relative_error(y, reference_output(spec, matrices, x)) < ROUNDING[torch.float32]
+        unquantized = reference_output(
+            make_spec(grid, 8, group, True, shape, tile_rows), matrices, x
+        )
         assert relative_error(y, unquantized) > 1e-3  # x was quantized
 
 
@@ -315,7 +317,7 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
     assert KERNELS[-1] is fallback.KERNEL
 
 
-@each_value(
+@parametrize_each_value(
     ("kernel", ["matvec", "rows"]),
     ("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)]),
 )

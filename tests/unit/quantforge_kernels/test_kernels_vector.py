@@ -14,21 +14,21 @@ from quantforge_kernels.bit_planes import PLANE_WIDTHS
 from quantforge_kernels.cpu import instruction_sets, many_rows, packed_integers
 from quantforge_kernels.cpu.lane_layout import choose_column_blocks, pack_lanes
 from quantforge_kernels.select import find_kernel_failure, select_kernel
-from tests.thorough import each_value
-from tests.triton_kernels import FORMS, make_spec, weights
+from tests.thorough import parametrize_each_value
+from tests.triton_kernels import WEIGHT_FORMATS, make_spec, random_weights
 
 pytestmark = pytest.mark.skipif(
     instruction_sets.best_instruction_set() is None or torch.cuda.is_available(),
     reason="for processors with AVX2",
 )
-INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int") == "int"}
+INTEGERS = {name: form for name, form in WEIGHT_FORMATS.items() if form.get("grid", "int") == "int"}
 
 
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     """A problem, packed weights, the weight that they stand for, and activations."""
     weight_format = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
     spec = make_spec(shape=shape, dtype=dtype, **weight_format)
-    codes, parameters = weights(spec)
+    codes, parameters = random_weights(spec)
     plain = fallback.prepare(codes, parameters, spec)
     weight = fallback.decode_rows(plain, spec, slice(None))
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -172,7 +172,7 @@ def test_lane_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
 
 def test_incomplete_column_units_are_padded():
     spec = make_spec(bits=3, group=48, shape=(16, 144), dtype=torch.float16)  # units of 96 columns
-    codes, parameters = weights(spec)
+    codes, parameters = random_weights(spec)
     weight = fallback.decode_rows(fallback.prepare(codes, parameters, spec), spec, slice(None))
     for rows in (1, 20):
         x = torch.randn(rows, 144).half()
@@ -247,7 +247,7 @@ def test_largest_codes_and_activations_do_not_overflow_eight_bits():
             make_spec(bits=bits, group=64, shape=(16, 256), dtype=torch.bfloat16), input_bits=8
         )
         codes = torch.full((16, 256), 2**bits - 1, dtype=torch.uint8)
-        _, parameters = weights(spec)
+        _, parameters = random_weights(spec)
         packed = packed_integers.prepare(codes, parameters, spec)
         plain = fallback.prepare(codes, parameters, spec)
         weight = fallback.decode_rows(plain, spec, slice(None))
@@ -275,7 +275,7 @@ def test_int8_kernel_is_selected_only_where_allowed():
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_activations_in_float32_are_rounded_to_eight_bits_alone(rows):
     spec = replace(make_spec(bits=4, group=64, shape=(40, 256), dtype=torch.float32), input_bits=8)
-    codes, parameters = weights(spec)
+    codes, parameters = random_weights(spec)
     plain = fallback.prepare(codes, parameters, spec)
     weight = fallback.decode_rows(plain, spec, slice(None))
     unpacked, restored = fallback.unpack_weight(plain, spec)
@@ -292,14 +292,14 @@ def _refuse():
     raise RuntimeError("no such instruction")
 
 
-@each_value(
+@parametrize_each_value(
     ("symmetric", [True, False]),
     ("group", [32, 64, 128, 256, 2048]),
 )
 def test_packed_four_bit_weights_stay_near_file_size(symmetric, group):
     weight_format = {"bits": 4, "group": group, "symmetric": symmetric}
     spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **weight_format)
-    codes, parameters = weights(spec)
+    codes, parameters = random_weights(spec)
     held_bytes = sum(
         tensor.nbytes for tensor in packed_integers.prepare(codes, parameters, spec).values()
     )

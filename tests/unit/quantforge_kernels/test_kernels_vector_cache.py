@@ -15,8 +15,8 @@ from quantforge_kernels.attention import attend_reference
 from quantforge_kernels.cpu import instruction_sets, layer_launchers
 from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
 from quantforge_kernels.score_options import ScoreOptions
-from tests.caches import cached
-from tests.thorough import each_value, usual
+from tests.caches import random_paged_cache
+from tests.thorough import mark_others_thorough, parametrize_each_value
 
 pytestmark = pytest.mark.skipif(
     instruction_sets.best_instruction_set() is None or torch.cuda.is_available(),
@@ -52,7 +52,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     window=st.sampled_from([0, 1, 20, 200]),
 )
 def test_attention(dtype, kind, groups, head, lengths, cap, window):
-    q, *cache = cached(dtype, groups, head, lengths, kind)
+    q, *cache = random_paged_cache(dtype, groups, head, lengths, kind)
     if not layer_launchers.accepts_cache(head, parse_cache_kind(kind), q):
         assert "int4" in kind
         assert head // 2 % 16
@@ -154,12 +154,12 @@ def test_results_do_not_depend_on_strides():
     assert torch.equal(pools[0].codes[0, :5], x)
 
 
-@each_value(
+@parametrize_each_value(
     ("kind", KINDS),
     ("place", [0, 31]),
 )
 def test_nan_and_infinity_stay_non_finite(kind, place):
-    q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
+    q, *cache = random_paged_cache(torch.float32, (2, 1), 64, [9], kind)
     q[0, 1, place] = float("nan")
     output = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
     assert output[0, 1].isnan().all()
@@ -171,9 +171,9 @@ def test_nan_and_infinity_stay_non_finite(kind, place):
     assert output.isnan().any(-1).all()
 
 
-@pytest.mark.parametrize("kind", usual(KINDS, *WORDS))
+@pytest.mark.parametrize("kind", mark_others_thorough(KINDS, *WORDS))
 def test_threads_do_not_change_a_bit(kind):
-    cache = cached(torch.bfloat16, (32, 8), 128, [100, 60], kind)
+    cache = random_paged_cache(torch.bfloat16, (32, 8), 128, [100, 60], kind)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):

@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import layers
 from quantforge_kernels.cpu import instruction_sets, layer_launchers
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 pytestmark = pytest.mark.skipif(
     instruction_sets.best_instruction_set() is None or torch.cuda.is_available(),
@@ -42,7 +42,7 @@ def near(output: torch.Tensor, expected: torch.Tensor, steps: float = 1.0, least
     torch.testing.assert_close(output.float(), expected.float(), rtol=step, atol=least * step)
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype", TYPES),
     ("offset", [0.0, 1.0]),
     ("rows", [1, 3]),
@@ -82,7 +82,7 @@ def test_exponential_is_accurate_to_a_few_ulps():
     assert ((output - expected).abs() <= 3e-7 * expected.abs()).all()
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype", TYPES),
     ("tokens", [1, 4]),
 )

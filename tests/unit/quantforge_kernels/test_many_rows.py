@@ -13,7 +13,7 @@ from quantforge_kernels import layers
 from quantforge_kernels.cpu import instruction_sets, layer_launchers, many_rows
 from quantforge_kernels.matmul_spec import MatmulSpec
 from quantforge_kernels.select import select_kernel
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 TYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLOW = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::addmm_"}
@@ -35,7 +35,7 @@ class NoSlowProduct(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype", TYPES),
     (
         "rows, bias",
@@ -62,7 +62,7 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
     assert float((y - expected).abs().max() / expected.abs().max()) < TYPES[dtype]
 
 
-@each_value(
+@parametrize_each_value(
     ("dtype", [*TYPES, torch.float32]),
     ("rows", [9, 13, 16]),
 )
@@ -86,7 +86,7 @@ def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
         assert torch.equal(y[part], layers.linear(x[part], weight))
 
 
-@each_value(
+@parametrize_each_value(
     ("grid", ["int", "table", "fp8"]),
     ("dtype", TYPES),
 )

@@ -28,7 +28,7 @@ from quantforge.recipe import AwqOptions, Rounding
 from quantforge.scheme import LayerScheme
 from tests.conftest import VOCABULARY, Tiny
 from tests.equivalence.test_stream import NO_ROWS, InFloat64
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 ROWS = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
 ROUNDING = Rounding(awq=AwqOptions(search_samples=4))
@@ -112,7 +112,7 @@ def own_error(part: DecoderBlock, key: str, statistics: Statistics) -> float:
     return float((((rounded - weight) @ statistics.hessian) * (rounded - weight)).sum())
 
 
-@pytest.mark.parametrize("family", usual(FAMILIES, "llama", "gemma2", "gpt2"))
+@pytest.mark.parametrize("family", mark_others_thorough(FAMILIES, "llama", "gemma2", "gpt2"))
 def test_awq_preserves_the_function_and_stored_values(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         plant(part)

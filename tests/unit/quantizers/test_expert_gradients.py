@@ -17,7 +17,7 @@ from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weig
 from quantforge.quantizers.guidance.token_weights import TokenWeights
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.equivalence.test_mixtures import opened
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 MOST = 1e-4  # of the norm
@@ -58,7 +58,8 @@ def in_memory(path: Path, rows: Tensor, labels: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", usual(MIXTURES, "qwen3-moe", "deepseek-v3", "granitemoe", "gpt-oss", "llama4")
+    "family",
+    mark_others_thorough(MIXTURES, "qwen3-moe", "deepseek-v3", "granitemoe", "gpt-oss", "llama4"),
 )
 def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     rows = ROWS[:3]

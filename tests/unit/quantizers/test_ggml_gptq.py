@@ -15,7 +15,7 @@ from quantforge.quantizers.gptq import column_loops, gptq
 from quantforge.quantizers.gptq.hessian import Objective
 from quantforge.quantizers.gptq.refine import Refinement
 from quantforge.recipe import Rounding
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 ENCODED = sorted(CODE_RANGES)
 
@@ -40,7 +40,7 @@ def rounded(method, grid, weight, hessian, refine=2):
     return method.round_matrices({"w": weight}, statistics, {"w": parse(grid)}, rounding)["w"]
 
 
-@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
+@pytest.mark.parametrize("grid", mark_others_thorough(ENCODED, *ENCODED[::2]))
 def test_refined_gptq_beats_gptq_beats_rounding(grid):
     weight, hessian = problem()
     plain, once, refined = (
@@ -55,7 +55,7 @@ def test_refined_gptq_beats_gptq_beats_rounding(grid):
     assert 0.3 * once.sum() < refined.sum() < 0.97 * once.sum()
 
 
-@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[1::2]))
+@pytest.mark.parametrize("grid", mark_others_thorough(ENCODED, *ENCODED[1::2]))
 def test_sweep_gain_is_as_reported_and_no_row_loses(grid):
     weight, hessian = problem()
     scheme, ridge = parse(grid), 0.01 * hessian.diagonal().mean()
@@ -70,7 +70,7 @@ def test_sweep_gain_is_as_reported_and_no_row_loses(grid):
     assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
 
 
-@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
+@pytest.mark.parametrize("grid", mark_others_thorough(ENCODED, *ENCODED[::2]))
 def test_refined_parameters_are_stored_exactly(grid):
     weight, hessian = problem(5)
     tensor = rounded(gptq, grid, weight, hessian).tensor
@@ -83,7 +83,7 @@ def test_refined_parameters_are_stored_exactly(grid):
     }
 
 
-@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::4]))
+@pytest.mark.parametrize("grid", mark_others_thorough(ENCODED, *ENCODED[::4]))
 def test_numpy_and_compiled_loops_round_as_torch(grid, monkeypatch):
     weight, hessian = problem()
     weight[3] = 0

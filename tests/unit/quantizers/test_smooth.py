@@ -12,7 +12,7 @@ from quantforge.packers.input_rounding import fake_quantize_input
 from quantforge.quantizers import smooth
 from quantforge.scheme import LayerScheme
 from tests.conftest import Tiny
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 from tests.unit.quantizers.test_awq import (
     FAMILIES,
     ROUNDING,
@@ -46,7 +46,7 @@ def error_of_inputs(part):
     return errors
 
 
-@pytest.mark.parametrize("family", usual(FAMILIES, "llama", "gemma2", "gpt2"))
+@pytest.mark.parametrize("family", mark_others_thorough(FAMILIES, "llama", "gemma2", "gpt2"))
 def test_smoothing_preserves_the_function_to_float64(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         plant(part)

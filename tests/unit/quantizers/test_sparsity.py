@@ -12,7 +12,7 @@ from quantforge.notation import parse_sparsity
 from quantforge.quantizers.sparsity import sparsify, sparsity_figures
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 DAMPING = Recipe().rounding.gptq.damping
@@ -72,7 +72,7 @@ def test_figures_do_not_depend_on_the_number_of_threads() -> None:
     )
 
 
-@each_value(
+@parametrize_each_value(
     ("method", METHODS),
     ("sparsity, zeros", [("2:4", 160), ("1:4", 240), ("50%", 160), ("0.333", 106)]),
 )

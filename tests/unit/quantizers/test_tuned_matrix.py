@@ -12,7 +12,7 @@ from quantforge.notation import parse
 from quantforge.packers import encode_with_importance, get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning.tuned_matrix import CODES, OFFSET_UNIT, LearnedFactor, TunedMatrix
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 SCALED = [grid for grid in GGML_BLOCKS if parse(grid).has_learnable_scales]
 EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
@@ -31,7 +31,8 @@ def make_tensor(grid: str, rows: int = 3) -> QuantizedTensor:
 
 
 @pytest.mark.parametrize(
-    "grid", usual([*SCALED, *INTEGERS, "nvfp4"], *EVEN, *INTEGERS, "nvfp4", "iq2_xxs")
+    "grid",
+    mark_others_thorough([*SCALED, *INTEGERS, "nvfp4"], *EVEN, *INTEGERS, "nvfp4", "iq2_xxs"),
 )
 def test_scale_gradients_equal_autograd_of_decoded_values(grid: str) -> None:
     tensor = make_tensor(grid)

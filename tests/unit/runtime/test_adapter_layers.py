@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantforge.runtime.load import load
 from tests.conftest import Tiny
-from tests.runs import command, quantize, swift
+from tests.runs import fast_recipe, quantize, run_command
 
 RANK = 16
 FEW = ("--windows", 2, "--length", 32)
@@ -50,7 +50,7 @@ def correction(model: Path, quantized: Path) -> dict[str, Tensor]:
 def base(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     """A source and a quantized form of it."""
     model, out = tiny("llama-wide"), tmp_path / "q"
-    quantize(model, out, swift(scheme="int3:g32:sym"))
+    quantize(model, out, fast_recipe(scheme="int3:g32:sym"))
     return model, out
 
 
@@ -60,8 +60,8 @@ def test_eval_includes_the_adapter(
     model, quantized = base
     adapter = save_adapter(tmp_path / "a", correction(model, quantized))
     measured = ("eval", model, quantized, *FEW, "--json")
-    without = json.loads(command(capsys, *measured, "--no-speed").out)["models"][1]
-    document = json.loads(command(capsys, *measured, "--correction", adapter).out)
+    without = json.loads(run_command(capsys, *measured, "--no-speed").out)["models"][1]
+    document = json.loads(run_command(capsys, *measured, "--correction", adapter).out)
     row = document["models"][1]
     assert document["protocol"]["correction"].startswith("a (SHA-256 ")
     assert row["kl_mean"] < 0.9 * without["kl_mean"]
@@ -86,7 +86,7 @@ def test_incompatible_adapters_are_refused(
     damaged = tensors | {f"{module}.lora_A.weight": tensors[f"{module}.lora_A.weight"] * torch.nan}
     damaged_place = save_adapter(tmp_path / "damaged", damaged)
     other = tmp_path / "l"
-    quantize(tiny("llama"), other, swift(scheme="int3:g32:sym"))
+    quantize(tiny("llama"), other, fast_recipe(scheme="int3:g32:sym"))
     for words, adapter, code, message in (
         ((model, quantized, quantized), place, 2, "of one model, and for no card"),
         ((model,), place, 2, "of one model"),
@@ -95,5 +95,5 @@ def test_incompatible_adapters_are_refused(
         ((model, quantized), damaged_place, 3, "holds nan"),
         ((tiny("llama"), other), place, 3, "the adapter changes model.layers.0"),
     ):
-        refused = command(capsys, "eval", *words, *FEW, "--no-speed", "--correction", adapter)
+        refused = run_command(capsys, "eval", *words, *FEW, "--no-speed", "--correction", adapter)
         assert (refused.code, message in refused.err) == (code, True), refused.err

@@ -27,7 +27,7 @@ from quantforge_kernels.kv_row_layout import channels_per_scale
 from quantforge_kernels.score_options import ScoreOptions
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 from tests.plain_loop import StopLimits, generate
-from tests.thorough import each_value, further
+from tests.thorough import parametrize_each_value, thorough_case
 
 TINY = {**FAMILIES, **MIXTURES}
 UNCOMPUTED = (
@@ -92,7 +92,7 @@ def test_every_family_is_tested():
     ("family", "cuts"),
     [
         *((name, (50, 60, *range(61, 70))) for name in KINDS),
-        *(further(name, (50, 60, *range(61, 70))) for name in COMPUTED if name not in KINDS),
+        *(thorough_case(name, (50, 60, *range(61, 70))) for name in COMPUTED if name not in KINDS),
         ("gemma3", ()),
         ("qwen3-moe", ()),
     ],
@@ -145,7 +145,7 @@ def test_scaled_rotary_embeddings(scaling):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@each_value(
+@parametrize_each_value(
     ("family", ["llama", "qwen2", "gemma2", "phi3"]),
     ("scheme", [None, "int4:g32:sym", "int3:g32:asym"]),
 )
@@ -192,7 +192,7 @@ LOSSES = {
 }
 
 
-@each_value(
+@parametrize_each_value(
     ("kind", LOSSES),
     ("family", ["llama", "qwen3"]),
 )
@@ -221,7 +221,7 @@ def test_cache_bytes_per_token(kind, expected):
     assert stored == shape.token_bytes * 2 * 3 * PAGE_SIZE
 
 
-@each_value(
+@parametrize_each_value(
     ("kind", ["int8", "fp8", "int4"]),
     ("head", [64, 32, 80]),
 )
@@ -262,7 +262,7 @@ def test_sequences_are_independent(models):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@each_value(
+@parametrize_each_value(
     ("kind", ["", "int8", "int4", "k=int8,v=int4"]),
     ("window", [0, 20, 200]),
 )

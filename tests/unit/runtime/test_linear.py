@@ -22,8 +22,8 @@ from quantforge_kernels import fallback
 from quantforge_kernels.cpu import instruction_sets, packed_integers
 from quantforge_kernels.matmul_spec import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
-from tests.quantized import decoded, random_tensor
-from tests.thorough import each_value, one_of_each
+from tests.quantized import dequantize_reference, random_tensor
+from tests.thorough import parametrize_each_value, representative_families
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43).view(2, 20) % 300
@@ -66,7 +66,7 @@ def spoil(source: Path, target: Path, change) -> Path:
     return target
 
 
-@each_value(
+@parametrize_each_value(
     ("grid", ["int2", "int3", "int4", "int5", "int8"]),
     ("rest", ["g32:sym", "g24:asym", "row:sym", "row:asym", "tensor:sym"]),
 )
@@ -74,13 +74,15 @@ def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
     tensor = random_tensor(f"{grid}:{rest}:bf16", (40, 96))
     bias, x = torch.randn(40), torch.randn(2, 3, 96)
     layer = PackedLinear(tensor, bias, torch.float32, CPU)
-    expected = torch.nn.functional.linear(x.double(), decoded(tensor).double(), bias.double())
+    expected = torch.nn.functional.linear(
+        x.double(), dequantize_reference(tensor).double(), bias.double()
+    )
     assert layer.kernel == "reference"
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tensor.decode(), decoded(tensor), rtol=0, atol=0)
+    torch.testing.assert_close(tensor.decode(), dequantize_reference(tensor), rtol=0, atol=0)
 
 
-@each_value(
+@parametrize_each_value(
     (
         "scheme",
         ["int4:g64:sym:f16", "int4:g32:asym:bf16", "int8:row:sym:bf16", "int3:g64:sym:bf16"],
@@ -98,12 +100,12 @@ def test_bfloat16_uses_cpu_programs_with_vector_units(scheme, vectors, monkeypat
     tensor = random_tensor(scheme, (48, 128))
     x = torch.randn(5, 128).bfloat16()
     layer = PackedLinear(tensor, None, torch.bfloat16, CPU)
-    expected = x.double() @ decoded(tensor).double().T
+    expected = x.double() @ dequantize_reference(tensor).double().T
     assert layer.kernel == kernel
     assert (layer(x).double() - expected).norm() < 6e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", representative_families(TEXT_FAMILIES))
 def test_plain_models_load_to_the_same_logits(tiny, family):
     loaded = load(tiny(family))
     with torch.inference_mode():
@@ -163,7 +165,7 @@ def decoded_model(source: Path, path: Path):
             layout, {name: checkpoint.read(name) for name in layout.tensor_names}
         )
         module = model.get_submodule(layout.module)
-        values = decoded(tensor)
+        values = dequantize_reference(tensor)
         transposed = type(module).__name__ == "Conv1D"
         module.weight.data.copy_(values.T if transposed else values)
     return model

@@ -14,7 +14,7 @@ from quantforge.runtime.generation_options import CompletionOptions, Sampling, c
 from quantforge.runtime.text_model import StreamingCompletion, TextModel
 from quantforge.runtime.text_processing import TextProcessor
 from tests.conftest import Tiny
-from tests.evaluations import tokenizer_at
+from tests.evaluations import load_tokenizer
 from tests.unit.runtime.test_token_stream import Fixed
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -25,7 +25,7 @@ def answer_of(
     texts: list[str], tiny: Tiny, limits: CompletionOptions
 ) -> tuple[list[str], StreamingCompletion, Fixed]:
     """Return pieces, and the answer, of a model that says given texts."""
-    tokenizer = tokenizer_at(tiny("llama"))
+    tokenizer = load_tokenizer(tiny("llama"))
     messages = [[*tokenizer.encode_with_special_tokens(text), END] for text in texts]
     longest = max(map(len, messages))
     steps = [[ids[min(index, len(ids) - 1)] for ids in messages] for index in range(longest)]
@@ -56,7 +56,7 @@ def test_a_stop_string_ends_the_text_before_it(
     (choice,) = answer.generated().choices
     assert "".join(pieces) == choice.text == before
     assert (choice.stop, choice.stopped) == (result, "stop" if result else "end")
-    text = tokenizer_at(tiny("llama")).decode(choice.tokens)
+    text = load_tokenizer(tiny("llama")).decode(choice.tokens)
     assert text.startswith(before + (result or ""))  # tokens are those of the string too
     assert engine.steps == len(choice.tokens) + (result is None)  # nothing is computed behind it
 
@@ -70,7 +70,7 @@ def test_stop_string_may_be_included_in_the_text(tiny: Tiny) -> None:
 
 def test_incomplete_character_can_match_a_stop_string(tiny: Tiny) -> None:
     """It becomes U+FFFD when nothing follows."""
-    first = len(tokenizer_at(tiny("llama")).encode_with_special_tokens("a 世")) - 1
+    first = len(load_tokenizer(tiny("llama")).encode_with_special_tokens("a 世")) - 1
     limits = CompletionOptions(first, stop=("\ufffd",))
     pieces, answer, _ = answer_of(["a 世"], tiny, limits)
     assert answer.generated().stopped == "stop"
@@ -90,7 +90,7 @@ def test_several_choices_end_independently(tiny: Tiny) -> None:
 
 
 def test_abandoned_stream_counts_as_interrupted(tiny: Tiny) -> None:
-    tokenizer = tokenizer_at(tiny("llama"))
+    tokenizer = load_tokenizer(tiny("llama"))
     side = TextProcessor(tokenizer, None, frozenset(), 1000)
     engine = Fixed([[token] for token in tokenizer.encode_with_special_tokens("one two three")])
     answer = StreamingCompletion(
@@ -115,7 +115,7 @@ def test_log_probabilities_are_those_of_transformers() -> None:
     assert choice.logprobs is not None
     assert [token.chosen.id for token in choice.logprobs] == list(choice.tokens)
     assert "".join(token.chosen.text for token in choice.logprobs) == choice.text
-    tokenizer = tokenizer_at(DEMO)
+    tokenizer = load_tokenizer(DEMO)
     prompt = tokenizer.encode("import os")
     prompt = prompt if tokenizer.bos_id is None else [tokenizer.bos_id, *prompt]
     peer = AutoModelForCausalLM.from_pretrained(DEMO, dtype=loaded.model.dtype)
@@ -160,7 +160,7 @@ def test_beams_are_choices_with_scores() -> None:
     (one,) = greedy.choices
     assert one.logprobs is not None
     assert scores[0] >= math.fsum(token.chosen.logprob for token in one.logprobs) - 0.05
-    assert result.text == tokenizer_at(DEMO).decode(result.tokens)
+    assert result.text == load_tokenizer(DEMO).decode(result.tokens)
     assert quantforge.generate(loaded, "import", beams=1, **options).tokens == greedy.tokens
 
 

@@ -29,8 +29,8 @@ from quantforge.runtime.packed_experts import (
 )
 from quantforge.settings import Settings
 from quantforge_kernels.grouped import ExpertRouting
-from tests.quantized import decoded, random_tensor
-from tests.thorough import each_value
+from tests.quantized import dequantize_reference, random_tensor
+from tests.thorough import parametrize_each_value
 
 IDS = torch.arange(3, 43).view(2, 20) % 300
 MOST = 1e-5  # logits are about 1, and float32 sums may be made in another order
@@ -64,7 +64,7 @@ def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
         return loaded, loaded.model(IDS).logits.float()
 
 
-@each_value(
+@parametrize_each_value(
     ("family", [*MIXTURES, "llama4"]),
     ("format_key, scheme", [(f, s) for f, all_ in FORMS.items() for s in all_]),
 )
@@ -172,7 +172,7 @@ def experts_module(kind: str):
     return made.requires_grad_(False)
 
 
-@each_value(
+@parametrize_each_value(
     ("kind", KINDS),
     ("dtype", [torch.float32, torch.bfloat16]),
 )
@@ -197,7 +197,7 @@ def test_every_transformers_expert_module_is_packed(kind, dtype):
                     "int4:g32:sym:bf16", tuple(view.shape), seed=len(weights)
                 )
                 weights[linear, expert] = quantized_tensor
-                view.copy_(decoded(quantized_tensor))
+                view.copy_(dequantize_reference(quantized_tensor))
     x = torch.randn(7, HIDDEN)
     index = torch.stack([torch.randperm(COUNT)[:2] for _ in x])
     scores = torch.rand(7, 2)

@@ -22,7 +22,7 @@ from quantforge_kernels.cpu import instruction_sets
 from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.matmul_spec import Kernel
 from tests.conftest import make_tiny
-from tests.evaluations import tokenizer_at
+from tests.evaluations import load_tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared"
 WREN = SHARED / "models" / "wren"
@@ -71,14 +71,14 @@ def check(path, monkeypatch, dtype, kernel, windows) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nll_through_packed_weights(quantized, monkeypatch, dtype):
-    check(quantized, monkeypatch, dtype, None, cut_windows(tokenizer_at(quantized), TEXT, 2, 24))
+    check(quantized, monkeypatch, dtype, None, cut_windows(load_tokenizer(quantized), TEXT, 2, 24))
 
 
 def test_nll_through_the_kernels_of_a_gpu(tmp_path, monkeypatch):
     """Interpreted, which is slow: a few tokens through one block."""
     model, out = make_tiny("llama-tied", tmp_path / "m", num_hidden_layers=1), tmp_path / "q"
     quantize(str(model), Recipe(scheme="int4:g32:sym", scales="absmax"), out, Settings())
-    windows = cut_windows(tokenizer_at(out), TEXT, 1, 5)
+    windows = cut_windows(load_tokenizer(out), TEXT, 1, 5)
     check(out, monkeypatch, torch.float32, INTERPRETED, windows)
 
 
@@ -87,7 +87,7 @@ def test_nll_of_a_trained_model(tmp_path, monkeypatch):
     """In bfloat16, by the operators that speed is measured with: within 0.001 nats."""
     quantize(str(WREN), Recipe(scheme="int4:g128:sym", scales="absmax"), tmp_path / "q", Settings())
     windows = cut_windows(
-        tokenizer_at(WREN), (SHARED / "data/wikitext-2/valid.txt").read_text(), 4, 128
+        load_tokenizer(WREN), (SHARED / "data/wikitext-2/valid.txt").read_text(), 4, 128
     )
     loaded = load(tmp_path / "q", dtype=torch.bfloat16)
     assert (
@@ -102,7 +102,7 @@ def test_nll_of_a_trained_model(tmp_path, monkeypatch):
 
 
 def test_nll_through_the_decoder(quantized):
-    windows = cut_windows(tokenizer_at(quantized), TEXT, 2, 24)
+    windows = cut_windows(load_tokenizer(quantized), TEXT, 2, 24)
     model = load(quantized).model
     decoder = Decoder(model, join=True)
     cache = decoder.cache(2, 24)

@@ -19,7 +19,7 @@ from quantforge.scheme import Activation
 from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.matmul_spec import Kernel, MatmulSpec
 from quantforge_kernels.select import select_kernel
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 CPU = torch.device("cpu")
 SCHEMES = (
@@ -68,7 +68,7 @@ def test_packed_weights_stay_near_file_size(text):
     assert stored <= held_bits + 0.05 <= 1.1 * stored + 0.05
 
 
-@pytest.mark.parametrize("text", usual(SCHEMES, *SCHEMES[::2]))
+@pytest.mark.parametrize("text", mark_others_thorough(SCHEMES, *SCHEMES[::2]))
 def test_gpu_kernels_compute_the_same_product(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))

@@ -22,8 +22,8 @@ from quantforge.settings import Settings
 from quantforge_kernels import fallback
 from tests.quantized import random_tensor
 from tests.runs import CALIBRATION
-from tests.shares import load_part, on_ranks
-from tests.thorough import one_of_each, usual
+from tests.shares import load_part, run_on_ranks
+from tests.thorough import mark_others_thorough, representative_families
 from tests.unit.runtime.test_decoder import COMPUTED, COMPUTED_MIXTURES, filled, logits_of
 
 HALF = TensorParallelRank(0, 2, lambda part: part)
@@ -44,7 +44,7 @@ def shared_logits(path: Path, ranks: int = 2, kind: str = "") -> list[Tensor]:
         decoder = Decoder(load_part(path, share).model)
         return logits_of(decoder, filled(decoder, kind), (50, 60, *range(61, 70)))
 
-    return on_ranks(ranks, work)
+    return run_on_ranks(ranks, work)
 
 
 def whole_logits(path: Path, kind: str = "") -> Tensor:
@@ -67,7 +67,9 @@ def rounded(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "family",
-    one_of_each((name for name in COMPUTED if name not in COMPUTED_MIXTURES), "stablelm-parallel"),
+    representative_families(
+        (name for name in COMPUTED if name not in COMPUTED_MIXTURES), "stablelm-parallel"
+    ),
 )
 def test_two_ranks_give_the_logits_of_one(tiny, family):
     """Every family; sums of two parts differ from one sum by rounding in float32."""
@@ -82,7 +84,7 @@ def test_two_ranks_give_the_logits_of_one(tiny, family):
 
 @pytest.mark.parametrize(
     ("format_key", "scheme"),
-    usual(
+    mark_others_thorough(
         [(format_key, scheme) for format_key in SCHEMES for scheme in SCHEMES[format_key]],
         *(("compressed-tensors", scheme) for scheme in ("int4:g32:asym", "nvfp4")),
         *(("awq", "int4:g32:asym"), ("bnb", "nf4:g64:sym:double"), ("mlx", "int4:g32:min")),
@@ -106,14 +108,14 @@ def test_each_rank_caches_its_own_heads(tiny, kind):
         return Decoder(load_part(tiny("llama"), share).model).cache_shape(kind).token_bytes
 
     whole = Decoder(load(tiny("llama")).model).cache_shape(kind).token_bytes
-    assert on_ranks(2, entry_bytes) == [whole // 2] * 2
+    assert run_on_ranks(2, entry_bytes) == [whole // 2] * 2
 
 
 def test_each_rank_holds_half_of_the_block_weights(rounded):
     path = rounded(scheme="int4:g32:sym")
     whole = load(path)
     table = whole.model.get_input_embeddings().weight.nbytes * 2  # and the head, as large
-    for held_bytes in on_ranks(2, lambda share: load_part(path, share).held_bytes):
+    for held_bytes in run_on_ranks(2, lambda share: load_part(path, share).held_bytes):
         assert (
             (whole.held_bytes - table) / 2
             <= held_bytes - table
@@ -201,7 +203,7 @@ def test_per_head_cache_scales_are_split_with_the_heads(tiny, tmp_path):
         result = load_part(tmp_path / "q", share).kv_scales
         return torch.cat([part.flatten() for pair in result.values() for part in pair])
 
-    first, second = on_ranks(2, scales)
+    first, second = run_on_ranks(2, scales)
     both = torch.stack((first, second), 1).flatten()
     assert torch.equal(
         both, torch.cat([part.flatten() for pair in whole.values() for part in pair])

@@ -16,7 +16,7 @@ from quantforge.runtime.text_processing import TextProcessor
 from quantforge.runtime.text_stream import INCOMPLETE, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.conftest import Tiny
-from tests.evaluations import tokenizer_at
+from tests.evaluations import load_tokenizer
 
 TEXT = "Grüße, 世界 👩‍🚀 naïve\n\tvoilà  ∑ \u00a0x"
 
@@ -49,7 +49,7 @@ def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
 
 
 def test_pieces_join_to_the_text_in_whole_characters(tiny: Tiny) -> None:
-    tokenizer = tokenizer_at(tiny("llama"))
+    tokenizer = load_tokenizer(tiny("llama"))
     assert len(tokenizer.encode_with_special_tokens("世")) > 1  # a character of several tokens
     pieces = streamed(tokenizer, "A beginning. ", TEXT)
     assert "".join(pieces) == TEXT
@@ -58,7 +58,7 @@ def test_pieces_join_to_the_text_in_whole_characters(tiny: Tiny) -> None:
 
 
 def test_incomplete_characters_come_at_the_end(tiny: Tiny) -> None:
-    tokenizer = tokenizer_at(tiny("llama"))
+    tokenizer = load_tokenizer(tiny("llama"))
     stream = TextStream(tokenizer, [])
     first = tokenizer.encode_with_special_tokens("世")[0]
     assert stream.add(first) == ""

@@ -16,7 +16,7 @@ from quantforge.runtime.load import load
 from quantforge_kernels.kv import PAGE_SIZE
 from tests.choices import plain_text
 from tests.plain_loop import StopLimits
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 CPU = torch.device("cpu")
 CHUNK = 24
@@ -74,7 +74,7 @@ def test_ring_has_the_smallest_sufficient_size():
     ("family", "kind"),
     [
         *(("gemma3", "16bit"), ("phi3", "16bit")),
-        *(further(family, "16bit") for family in ("mistral", "cohere2", "qwen2")),
+        *(thorough_case(family, "16bit") for family in ("mistral", "cohere2", "qwen2")),
         ("gemma3", "k=int8,v=int4"),
     ],
 )

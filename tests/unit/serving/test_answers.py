@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from quantforge.runtime.batching.generation_requests import GenerationRequest
-from tests.fake_decoder import VOCABULARY, FakeDecoder, alone
-from tests.http_client import END, LETTERS, NAME, ids, letters, served
+from tests.fake_decoder import VOCABULARY, FakeDecoder, greedy_tokens
+from tests.http_client import END, LETTERS, NAME, ids, letters, serve_fake_decoder
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 
 
 def plain(prompt: str, count: int, stop: frozenset[int] = frozenset({END})) -> list[int]:
-    return alone(GenerationRequest("", tuple(ids(prompt)), count, stop))
+    return greedy_tokens(GenerationRequest("", tuple(ids(prompt)), count, stop))
 
 
 def run(work):
@@ -25,7 +25,7 @@ def run(work):
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_equals_the_plain_loop(stream):
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             prompts = ["abc", "Hello", "z7"]
             result = await client.complete(prompt=prompts, max_tokens=30, n=2, stream=stream)
             assert result.status == 200
@@ -50,7 +50,7 @@ def test_finish_reasons_and_token_counts():
     cut = plain(ended, 60).index(END)
 
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             result = (await client.complete(prompt=ended, max_tokens=60)).document
             assert result["object"] == "text_completion"
             assert result["choices"][0]["finish_reason"] == "stop"
@@ -81,7 +81,7 @@ def test_stop_string_ends_the_completion_and_its_computation(stream, include):
     cut = text.index(stop) + (len(stop) if include else 0)
 
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             options = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stop": ["????", stop],
                      "include_stop_str_in_output": include}  # fmt: skip
             result = await client.complete(**options, stream=stream, logprobs=0)
@@ -104,17 +104,17 @@ class Graded(FakeDecoder):
 
 def graded(history: list[int]) -> torch.Tensor:
     """Log-probabilities of the token that follows a history."""
-    from tests.fake_decoder import following
+    from tests.fake_decoder import next_token
 
     logits = torch.cos(torch.arange(VOCABULARY) * 1.0)
-    logits[following(history)] += 6
+    logits[next_token(history)] += 6
     return logits.log_softmax(-1)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 3, "pages": 12}], ids=str)
 def test_logprobs_equal_those_of_the_model(options):
     async def work():
-        async with served(Graded(), **options) as client:
+        async with serve_fake_decoder(Graded(), **options) as client:
             prompts = ["Hello1", "abcdefg" * 9]
             result = (
                 await client.complete(prompt=prompts, max_tokens=5, logprobs=3, echo=True)
@@ -150,7 +150,7 @@ def test_logprobs_equal_those_of_the_model(options):
 
 def test_same_seed_repeats_the_answer_and_no_seed_varies():
     async def work():
-        async with served(Graded()) as client:
+        async with serve_fake_decoder(Graded()) as client:
             options = {"prompt": "abc", "max_tokens": 40, "temperature": 2.0, "n": 2}
             first, again = [
                 (await client.complete(**options, seed=5)).document["choices"] for _ in range(2)
@@ -166,7 +166,7 @@ def test_same_seed_repeats_the_answer_and_no_seed_varies():
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_messages_are_rendered_with_the_template(stream):
     async def work():
-        async with served(template=TEMPLATE) as client:
+        async with serve_fake_decoder(template=TEMPLATE) as client:
             messages = [{"role": "developer", "content": "be"},
                         {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
                         {"role": "assistant", "content": "yes", "tool_calls": None}]  # fmt: skip
@@ -204,7 +204,7 @@ def test_documents_and_variables_reach_the_template():
     )
 
     async def work():
-        async with served(template=shown) as client:
+        async with serve_fake_decoder(template=shown) as client:
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             more = {"documents": [{"text": "ab"}], "chat_template_kwargs": {"mark": "c"}}
             for options, prompt in ((body, "hi"), ({**body, **more}, "abchi")):
@@ -216,12 +216,12 @@ def test_documents_and_variables_reach_the_template():
 
 def test_chat_without_template_is_refused():
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
             result = await client.post("/v1/chat/completions", body)
             assert result.status == 400
             assert result.document["error"]["code"] == "no_chat_template"
-        async with served(
+        async with serve_fake_decoder(
             template="{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}"
         ) as client:
             result = await client.post("/v1/chat/completions", body)

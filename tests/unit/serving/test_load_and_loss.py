@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fake_decoder import VOCABULARY, FakeDecoder
-from tests.http_client import LETTERS, NAME, letters, served
+from tests.http_client import LETTERS, NAME, letters, serve_fake_decoder
 from tests.unit.serving.test_answers import plain
 
 PATH = "/v1/completions"
@@ -46,7 +46,7 @@ def test_thousand_requests_with_cancellations_leak_no_page():
     assert 20 < sum(bool(lost) for *_, lost in requested) < 90
 
     async def work():
-        async with served(rows=12, pages=24, waiting=1000, token_budget=96) as client:
+        async with serve_fake_decoder(rows=12, pages=24, waiting=1000, token_budget=96) as client:
             gate = asyncio.Semaphore(40)
 
             async def one(prompt, count, stream, lost):
@@ -90,7 +90,7 @@ async def scraped(client):
 
 def test_metrics_count_requests_and_tokens():
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             for _ in range(3):
                 await client.post(PATH, body("abc", max_tokens=4))
             await client.post(PATH, body("abc", max_tokens=-4))
@@ -114,7 +114,7 @@ def test_metrics_count_requests_and_tokens():
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_during_prefill_frees_pages(stream):
     async def work():
-        async with served(Slow(), token_budget=8, chunk=8) as client:
+        async with serve_fake_decoder(Slow(), token_budget=8, chunk=8) as client:
             await client.post(PATH, body("abcd" * 60, max_tokens=50, stream=stream), gone=0.1)
             while (await client.model.engine.counters()).running:
                 await asyncio.sleep(0.01)
@@ -131,7 +131,7 @@ def test_disconnect_during_prefill_frees_pages(stream):
 
 def test_too_many_requests_get_a_retry_response():
     async def work():
-        async with served(Slow(), rows=2, waiting=1) as client:
+        async with serve_fake_decoder(Slow(), rows=2, waiting=1) as client:
             many = [
                 asyncio.ensure_future(client.post(PATH, body("abc", max_tokens=9)))
                 for _ in range(3)
@@ -152,7 +152,7 @@ def test_too_many_requests_get_a_retry_response():
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_timeout_ends_the_answer(stream):
     async def work():
-        async with served(Slow(), seconds=0.2) as client:
+        async with serve_fake_decoder(Slow(), seconds=0.2) as client:
             result = await client.post(
                 PATH, body("abc", max_tokens=200, ignore_eos=True, stream=stream)
             )
@@ -172,7 +172,7 @@ def test_request_timeout_ends_the_answer(stream):
 )
 def test_server_shutdown_ends_answers_with_an_error(stream, more):
     async def work():
-        async with served(Slow(), token_budget=8, chunk=8) as client:
+        async with serve_fake_decoder(Slow(), token_budget=8, chunk=8) as client:
             request = body("abc", max_tokens=200, ignore_eos=True, stream=stream) | more
             going = asyncio.ensure_future(client.post(PATH, request))
             await asyncio.sleep(0.1)
@@ -201,7 +201,7 @@ class Failing(FakeDecoder):
 @pytest.mark.parametrize("kind", ["raises", "nan"])
 def test_failed_step_ends_only_its_requests(kind, caplog):
     async def work():
-        async with served(Failing(kind)) as client:
+        async with serve_fake_decoder(Failing(kind)) as client:
             result = await client.post(PATH, body(["abc", "de"], max_tokens=4))
             assert (result.status, result.document["error"]["type"]) == (500, "server_error")
             assert "out of luck" not in result.body.decode()
@@ -221,7 +221,7 @@ def test_failing_text_decoder_returns_an_error(monkeypatch):
         raise SourceError("no decoder", "")
 
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             monkeypatch.setattr(TextStream, "add", fail)
             result = await client.post(PATH, body("abc", max_tokens=40))
             assert (result.status, result.document["error"]["code"]) == (500, "engine_error")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantforge.serving.request_bodies import CommonBody
-from tests.http_client import NAME, served
+from tests.http_client import NAME, serve_fake_decoder
 
 COMPLETE, TALK = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": NAME, "prompt": "abc"}
@@ -108,7 +108,7 @@ def check_error(result, status):
 
 def test_invalid_requests_name_field_and_rule():
     async def work():
-        async with served(template=TEMPLATE, body_bytes=3 << 20) as client:
+        async with serve_fake_decoder(template=TEMPLATE, body_bytes=3 << 20) as client:
             for path, body, status, param, code in WRONG:
                 error = check_error(await client.post(path, body), status)
                 assert (error["param"], error["code"]) == (param, code), (body, error)
@@ -135,7 +135,7 @@ PAST = [
 
 def test_token_ids_beyond_the_embedding_are_refused():
     async def work():
-        async with served(template=TEMPLATE) as client:
+        async with serve_fake_decoder(template=TEMPLATE) as client:
             assert client.model.processor.tokenizer.tokenizer.add_special_tokens(["<image>"]) == 1
             for path, body, param, message in PAST:
                 error = check_error(await client.post(path, body), 400)
@@ -150,7 +150,7 @@ def test_token_ids_beyond_the_embedding_are_refused():
 
 def test_unsupported_fields_that_change_answers_are_refused():
     async def work():
-        async with served(template=TEMPLATE) as client:
+        async with serve_fake_decoder(template=TEMPLATE) as client:
             expected = (await client.complete(prompt="abc")).text()
             for name, neutral in {**CommonBody.neutral, "audio": [], "guided_json": ""}.items():
                 check_error(await client.complete(prompt="abc", **{name: {"some": 1}}), 400)
@@ -164,7 +164,7 @@ def test_unsupported_fields_that_change_answers_are_refused():
 
 def test_large_bodies_wrong_types_and_paths_are_refused():
     async def work():
-        async with served(body_bytes=1000) as client:
+        async with serve_fake_decoder(body_bytes=1000) as client:
             large = {**GOOD, "user": "x" * 1000}
             assert check_error(await client.post(COMPLETE, large), 413)["code"] == "body_too_large"
             for headers in ({"content-type": "text/plain"}, {"content-encoding": "gzip"}):
@@ -219,7 +219,7 @@ LIKELY = BODIES.map(lambda body: {"model": NAME, "prompt": "abc", "max_tokens": 
 ), min_size=8, max_size=8))  # fmt: skip
 def test_fuzzed_bodies_get_an_answer_or_an_error_document(asked):
     async def work():
-        async with served() as client:
+        async with serve_fake_decoder() as client:
             for path, body in asked:
                 result = await client.post(
                     path, body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -22,14 +22,21 @@ from quantforge.packers.ggml.blocks import decode_blocks
 from quantforge.recipe import CalibrationOptions, Recipe, Rule, from_toml
 from quantforge.settings import Settings
 from tests import gguf_models
-from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
-from tests.runs import ROWS, command
+from tests.gguf_exports import (
+    NO_CALIBRATION,
+    WIDE,
+    assert_export_refused,
+    copy_with_edited_tokenizer,
+    copy_with_json_values,
+    export,
+)
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 
 
 def quantize_model(model: Path, out: Path, scheme: str, **values: object) -> Path:
-    recipe = Recipe(scheme=scheme, scales="absmax", calibration=NO_DATA, **values)
+    recipe = Recipe(scheme=scheme, scales="absmax", calibration=NO_CALIBRATION, **values)
     api.quantize(str(model), recipe, out, Settings())
     return out
 
@@ -129,7 +136,7 @@ def test_tokenizer_differences_are_events_of_an_export(models, tmp_path):
     def nfc(tokenizer):
         tokenizer["normalizer"] = {"type": "NFC"}
 
-    model = edited(models("llama-tied"), tmp_path / "m", nfc)
+    model = copy_with_edited_tokenizer(models("llama-tied"), tmp_path / "m", nfc)
     source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
     moved = {"allow_inexact": True, "format": "gguf", "embedding": "keep"}
     outcome = api.export(str(source), None, tmp_path / "b.gguf", **moved)
@@ -155,7 +162,7 @@ def test_export_rounds_a_tied_embedding_and_reports_it(tmp_path, capsys):
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **WIDE)
     name = "model.embed_tokens.weight"
     source = quantize_model(model, tmp_path / "a", "int4:g32:sym")
-    result = command(capsys, "export", source, "-o", tmp_path / "b.gguf")
+    result = run_command(capsys, "export", source, "-o", tmp_path / "b.gguf")
     assert result.code == 0, result.err
     assert "exact but for the embedding" in result.err
     message = f"chosen: {name}: F16, 164 kB -> q6_k, 67.2 kB (tied embedding, as llama-quantize); --embedding keep"
@@ -239,12 +246,12 @@ def test_refused_quantized_files_get_a_command_that_works(models, tmp_path, caps
         ("export", "m.gguf", "--type", "Q8_0", "-o", "b.gguf"),
         ("export", "m.gguf", "--format", "gguf", "-o", "c.gguf"),
     ):
-        refused = command(capsys, *typed)
+        refused = run_command(capsys, *typed)
         assert refused.code in {3, 4}
         named = shlex.split(" ".join(refused.err.split()).split("`")[1])
         assert named[:3] == ["quantforge", typed[0], "m.gguf"]
         options = typed[2:] if typed[0] == "quantize" else typed[-2:]
-        result = command(capsys, *named[1:], *options)
+        result = run_command(capsys, *named[1:], *options)
         assert result.code == 0, result.err
         out = Path(typed[typed.index("-o") + 1])
         assert manifest.read_manifest(out)["event_counts"]["requantized"] == 1
@@ -260,7 +267,7 @@ def test_refused_quantized_files_get_a_command_that_works(models, tmp_path, caps
 def test_a_byte_level_tokenizer_round_trips_through_gguf(pre_tokenizer, models, tmp_path):
     from tokenizers import Tokenizer
 
-    model = changed(models("llama-tied"), tmp_path / "m", "config.json")
+    model = copy_with_json_values(models("llama-tied"), tmp_path / "m", "config.json")
     tokenizer = gguf_models.byte_level_tokenizer(pre_tokenizer)
     tokenizer.save(str(model / "tokenizer.json"))
     files = tokenizer_files(read_gguf(export(model, tmp_path / "x.gguf")))
@@ -274,7 +281,9 @@ def test_a_byte_level_tokenizer_round_trips_through_gguf(pre_tokenizer, models, 
 def test_a_sentencepiece_tokenizer_round_trips_through_gguf(prefix, models, tmp_path):
     from tokenizers import Tokenizer
 
-    model = changed(models("llama-tied", vocab_size=500), tmp_path / "m", "config.json")
+    model = copy_with_json_values(
+        models("llama-tied", vocab_size=500), tmp_path / "m", "config.json"
+    )
     tokenizer = gguf_models.sentencepiece_tokenizer(prefix=prefix)
     tokenizer.save(str(model / "tokenizer.json"))
     file = read_gguf(export(model, tmp_path / "x.gguf"))
@@ -323,10 +332,14 @@ def test_scores_that_do_not_fit_the_tokens_are_refused(scores):
 
 
 def test_a_sentencepiece_vocabulary_with_other_merges_is_refused(models, tmp_path):
-    model = changed(models("llama-tied", vocab_size=500), tmp_path / "m", "config.json")
+    model = copy_with_json_values(
+        models("llama-tied", vocab_size=500), tmp_path / "m", "config.json"
+    )
     gguf_models.sentencepiece_tokenizer(prefix=True).save(str(model / "tokenizer.json"))
-    model = edited(model, tmp_path / "n", lambda it: it["model"]["merges"].pop(5))
-    refused(RefusedError, "no merge gives", model, tmp_path)
+    model = copy_with_edited_tokenizer(
+        model, tmp_path / "n", lambda it: it["model"]["merges"].pop(5)
+    )
+    assert_export_refused(RefusedError, "no merge gives", model, tmp_path)
 
 
 def test_a_gguf_file_converts_to_another_type(models, tmp_path):
@@ -402,7 +415,7 @@ def test_decode_only_gguf_types_are_read(models, tmp_path):
 
 @pytest.mark.parametrize("gguf_type", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])
 def test_types_that_need_importance_are_refused_without_it(gguf_type, models):
-    recipe = Recipe(format="gguf", type=gguf_type, calibration=NO_DATA)
+    recipe = Recipe(format="gguf", type=gguf_type, calibration=NO_CALIBRATION)
     with pytest.raises(RefusedError, match="importance of its columns"):
         api.plan(str(models("llama-tied", **WIDE)), recipe)
 
@@ -449,26 +462,40 @@ def test_quantize_export_and_eval_read_each_others_results(tmp_path, capsys):
         "the weights of the model are rounded to the nearest point of the grid, row by row\n" * 60
     )
     assert (
-        command(capsys, "quantize", model, "--method", "awq", "--bits", "4", "-o", a, *ROWS).code
+        run_command(
+            capsys,
+            "quantize",
+            model,
+            "--method",
+            "awq",
+            "--bits",
+            "4",
+            "-o",
+            a,
+            *CALIBRATION_ARGUMENTS,
+        ).code
         == 0
     )
-    assert command(capsys, "export", a, "--embedding", "keep", "-o", b).code == 0
+    assert run_command(capsys, "export", a, "--embedding", "keep", "-o", b).code == 0
     common = ("--text", text, "--windows", "2", "--length", "32", "--no-speed", "--json")
-    result = command(capsys, "eval", model, a, b, *common)
+    result = run_command(capsys, "eval", model, a, b, *common)
     assert result.code == 0, result.err
     rows = json.loads(result.out)["models"]
     assert [row["format"] for row in rows] == ["plain", "compressed-tensors", "gguf"]
     assert rows[1]["perplexity"] == pytest.approx(rows[2]["perplexity"], rel=1e-6)
     assert rows[1]["kl_mean"] == pytest.approx(rows[2]["kl_mean"], rel=1e-4)
     assert rows[2]["scheme"] == "q4_0"
-    assert command(capsys, "export", model, "--format", "gguf", "--type", "Q8_0", "-o", c).code == 0
-    result = command(capsys, "eval", c, b, *common)  # the tokenizer is that of the file
+    assert (
+        run_command(capsys, "export", model, "--format", "gguf", "--type", "Q8_0", "-o", c).code
+        == 0
+    )
+    result = run_command(capsys, "eval", c, b, *common)  # the tokenizer is that of the file
     assert result.code == 0, result.err
     assert json.loads(result.out)["models"][1]["perplexity"] == pytest.approx(
         rows[2]["perplexity"], rel=1e-6
     )
-    output = command(capsys, "inspect", c, "--json")
+    output = run_command(capsys, "inspect", c, "--json")
     assert json.loads(output.out)["schemes"] == {"q8_0": 15, "F32": 5}
     assert json.loads(output.out)["provenance"]["method"] == "rtn"
-    result = command(capsys, "plan", model, "--format", "gguf", "--type", "Q9_K")
+    result = run_command(capsys, "plan", model, "--format", "gguf", "--type", "Q9_K")
     assert (result.code, "--type Q9_K: unknown" in result.err) == (2, True)

@@ -29,9 +29,9 @@ from quantforge.runtime.text_processing import load_text_processor
 from quantforge.settings import Settings
 from quantforge.verification.side_files import SideFiles, template_changes
 from tests import gguf_models
-from tests.gguf_exports import NO_DATA, WIDE, changed, export
-from tests.runs import command
-from tests.thorough import usual
+from tests.gguf_exports import NO_CALIBRATION, WIDE, copy_with_json_values, export
+from tests.runs import run_command
+from tests.thorough import mark_others_thorough
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 SETTINGS = {
@@ -58,7 +58,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", usual(sorted(gguf_models.FAMILIES), *KINDS))
+@pytest.mark.parametrize("name", mark_others_thorough(sorted(gguf_models.FAMILIES), *KINDS))
 def test_every_tensor_and_setting_round_trips_through_gguf(name, models, tmp_path):
     model = models(name)
     out = export(model, tmp_path / "x.gguf", "F32")
@@ -93,7 +93,7 @@ def test_repeated_exports_have_the_same_bytes(models, tmp_path):
 
 
 def test_metadata_keys_describe_model_origin_and_recipe(models, tmp_path):
-    model = changed(
+    model = copy_with_json_values(
         models("llama-tied"), tmp_path / "m", "generation_config.json", eos_token_id=[1, 5]
     )
     card = "---\nlicense: apache-2.0\nbase_model:\n- org/base-1B\n---\n# A model\n"
@@ -117,7 +117,7 @@ def test_metadata_keys_describe_model_origin_and_recipe(models, tmp_path):
 def test_named_chat_templates_round_trip_through_metadata_keys(models, tmp_path):
     named = {"default": "D", "tool_use": "T", "a-b": "{{ x }}\u00e9", "none": ""}
     listed = [{"name": name, "template": text} for name, text in named.items()]
-    model = changed(
+    model = copy_with_json_values(
         models("llama-tied"), tmp_path / "m", "tokenizer_config.json", chat_template=listed
     )
     (model / "chat_template.jinja").unlink()
@@ -162,7 +162,7 @@ def test_template_changes_compares_templates_as_transformers_reads_them():
 
 def test_template_names_with_the_same_key_are_refused(models, tmp_path):
     listed = [{"name": name, "template": name} for name in ("a-b", "a_b")]
-    model = changed(
+    model = copy_with_json_values(
         models("llama-tied"), tmp_path / "m", "tokenizer_config.json", chat_template=listed
     )
     (model / "chat_template.jinja").unlink()
@@ -204,7 +204,7 @@ def test_unquantized_tensors_are_restored_to_the_source_shape():
 
 
 def test_model_names_that_mislead_llama_cpp_are_omitted(models, tmp_path):
-    model = changed(models("llama-tied"), tmp_path / "my-Phi-3-mini", "config.json")
+    model = copy_with_json_values(models("llama-tied"), tmp_path / "my-Phi-3-mini", "config.json")
     assert "general.name" not in read_gguf(export(model, tmp_path / "x.gguf")).metadata
 
 
@@ -218,7 +218,7 @@ def test_the_manifest_of_a_gguf_file_lists_it(models, tmp_path):
 
 def test_a_modelfile_states_file_context_and_stop_tokens(models, tmp_path):
     settings = Settings(modelfile=True)
-    recipe = Recipe(format="gguf", type="Q8_0", calibration=NO_DATA, scales="absmax")
+    recipe = Recipe(format="gguf", type="Q8_0", calibration=NO_CALIBRATION, scales="absmax")
     api.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
     text = (tmp_path / "x.Modelfile").read_text()
     assert text.splitlines() == ["FROM ./x.gguf", "PARAMETER num_ctx 128", 'PARAMETER stop "</s>"']
@@ -230,7 +230,7 @@ def test_rules_override_the_mixture_and_misfit_shapes_are_substituted(
 ):
     model = models("llama-tied")  # 64 columns
     recipe = Recipe(
-        format="gguf", type="Q4_K_M", calibration=NO_DATA, ignore=("layers.0.mlp.up_proj",),
+        format="gguf", type="Q4_K_M", calibration=NO_CALIBRATION, ignore=("layers.0.mlp.up_proj",),
         rules=(Rule("v_proj", "q8_0"), Rule("re:.*layers.1.mlp.down_proj", "q4_0")),
     )  # fmt: skip
     plan = api.plan(str(model), recipe)
@@ -249,7 +249,8 @@ def test_rules_override_the_mixture_and_misfit_shapes_are_substituted(
 def test_the_plan_predicts_the_exact_file_size(models, tmp_path):
     model = models("llama-tied", **WIDE)
     plan = api.plan(
-        str(model), Recipe(format="gguf", type="Q3_K_M", calibration=NO_DATA, scales="absmax")
+        str(model),
+        Recipe(format="gguf", type="Q3_K_M", calibration=NO_CALIBRATION, scales="absmax"),
     )
     out = export(model, tmp_path / "x.gguf", "Q3_K_M")
     assert out.stat().st_size == plan.output_bytes
@@ -278,7 +279,7 @@ def test_large_gguf_files_are_split_and_read_as_one(models, tmp_path):
 
 # Rows that are reordered with biases and rope factors, norms that add one, linears in one matrix, transposed matrices,
 # factors of a configuration, a scale of logits.
-@pytest.mark.parametrize("name", usual(sorted(
+@pytest.mark.parametrize("name", mark_others_thorough(sorted(
     name for name in set(gguf_models.FAMILIES) - {"mixtral", "qwen3_moe"} if not name.startswith(("gemma4", "llama4"))
 ), "llama", "gemma3", "phi3", "gpt2", "granite", "cohere2"))  # fmt: skip
 def test_q8_0_files_of_every_family_compute_nearly_the_source_logits(name, models, tmp_path):
@@ -294,7 +295,7 @@ def test_q8_0_files_of_every_family_compute_nearly_the_source_logits(name, model
 
 
 def test_planned_peak_memory_grows_with_threads():
-    recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
+    recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_CALIBRATION)
     peaks = [
         api.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
         for threads in (1, 2, 8, 64)
@@ -304,7 +305,7 @@ def test_planned_peak_memory_grows_with_threads():
 
 
 def test_a_conversion_to_16_bits_reports_nothing_quantized(tmp_path, capsys):
-    result = command(
+    result = run_command(
         capsys, "export", DEMO, "--format", "gguf", "--type", "BF16", "-o", tmp_path / "x.gguf"
     )
     assert result.code == 0
@@ -312,5 +313,5 @@ def test_a_conversion_to_16_bits_reports_nothing_quantized(tmp_path, capsys):
     assert "nan" not in result.err
     assert (
         "nothing quantized"
-        in command(capsys, "plan", DEMO, "--format", "gguf", "--type", "F16").out
+        in run_command(capsys, "plan", DEMO, "--format", "gguf", "--type", "F16").out
     )

@@ -29,7 +29,7 @@ from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models
-from tests.runs import ROWS, command
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
 
 IMATRIX = Imatrix(
     {
@@ -297,7 +297,9 @@ def test_importance_for_another_model_or_method_is_refused(model, tmp_path):
 def test_imatrix_with_gptq_is_refused_before_it_is_made(model, tmp_path, capsys):
     path = tmp_path / "new.gguf"
     options = ("--format", "gguf", "--type", "Q4_K_M", "--method", "gptq", "--imatrix", path)
-    result = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
+    result = run_command(
+        capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *CALIBRATION_ARGUMENTS
+    )
     assert (result.code, "gptq observes more" in result.err) == (2, True)
     assert not path.exists()
 
@@ -310,8 +312,16 @@ def test_imatrix_is_refused_when_nothing_is_rounded(model, tmp_path, capsys, nam
     path = tmp_path / "new.gguf"
     if there:
         write_imatrix(path, IMATRIX)
-    result = command(
-        capsys, "quantize", model, *options, "--imatrix", path, "-o", tmp_path / name, *ROWS
+    result = run_command(
+        capsys,
+        "quantize",
+        model,
+        *options,
+        "--imatrix",
+        path,
+        "-o",
+        tmp_path / name,
+        *CALIBRATION_ARGUMENTS,
     )
     assert (result.code, "--imatrix: nothing is rounded" in result.err) == (2, True)
     assert path.exists() == there
@@ -351,7 +361,7 @@ def test_missing_importance_is_an_event_or_refused_by_type(model, tmp_path, caps
 
     def run_quantize(gguf_type, *options):
         arguments = ("--type", gguf_type, "--method", "rtn", "--imatrix", path, "-o", out)
-        return command(capsys, "quantize", model, *arguments, *options)
+        return run_command(capsys, "quantize", model, *arguments, *options)
 
     shown = run_quantize("Q4_K_M", "--dry-run")
     assert (shown.code, "no importance for 7 of 21 matrices" in shown.out) == (0, True)

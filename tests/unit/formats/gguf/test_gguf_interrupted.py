@@ -14,7 +14,7 @@ from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
 from tests.gguf_exports import export
 from tests.runs import StopError, crash_after, leftovers
-from tests.thorough import further
+from tests.thorough import thorough_case
 
 
 def test_foreign_files_are_never_overwritten(models, tmp_path):
@@ -49,7 +49,7 @@ def test_an_interrupted_gguf_export_leaves_no_file_and_resumes(models, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [further("llama", "awq+gptq"), ("gpt2", "gptq"), ("gemma2", "gptq")]
+    ("name", "method"), [thorough_case("llama", "awq+gptq"), ("gpt2", "gptq"), ("gemma2", "gptq")]
 )
 def test_a_calibrated_gguf_run_resumes_with_the_same_bytes(name, method, models, tmp_path):
     text = CalibrationOptions(samples=4, length=24)

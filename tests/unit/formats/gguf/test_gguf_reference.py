@@ -13,9 +13,9 @@ from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models
-from tests.gguf_exports import NO_DATA, WIDE, export
-from tests.runs import ROWS, command
-from tests.thorough import further, usual
+from tests.gguf_exports import NO_CALIBRATION, WIDE, export
+from tests.runs import CALIBRATION_ARGUMENTS, run_command
+from tests.thorough import mark_others_thorough, thorough_case
 
 # What each has: heads whose rows are reordered, transposed matrices, experts in stacks.
 MODELS = {
@@ -56,15 +56,15 @@ def blocks_by_ggml(tensor, plain, importance):
     return torch.cat(parts).numpy().tobytes()
 
 
-@pytest.mark.parametrize("with_importance", [further(False), True])
-@pytest.mark.parametrize("name", usual(MODELS, "llama-tied", "mixtral"))
+@pytest.mark.parametrize("with_importance", [thorough_case(False), True])
+@pytest.mark.parametrize("name", mark_others_thorough(MODELS, "llama-tied", "mixtral"))
 def test_reference_scales_give_the_bytes_of_ggml(name, with_importance, tmp_path):
     gguf_type, sizes = MODELS[name]
     source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
     plain = export(source, tmp_path / "plain.gguf", "F32")
     imatrix = random_imatrix(plain)
     write_imatrix(tmp_path / "im.gguf", imatrix)
-    text = CalibrationOptions(source="imatrix:im.gguf") if with_importance else NO_DATA
+    text = CalibrationOptions(source="imatrix:im.gguf") if with_importance else NO_CALIBRATION
     recipe = Recipe(format="gguf", type=gguf_type, scales="reference", calibration=text)
     settings = Settings(imatrix=tmp_path / "im.gguf" if with_importance else None)
     api.export(str(source), recipe, tmp_path / "x.gguf", settings)
@@ -98,8 +98,8 @@ def test_reference_scales_use_calibration_like_an_imatrix(model, tmp_path):
 def test_the_command_line_accepts_reference_scales(model, tmp_path, capsys):
     options = ("--format", "gguf", "--type", "Q4_1", "--scales", "reference")
     quantize = ("quantize", model, *options, "--calibration", "none", "-o", tmp_path / "a.gguf")
-    assert command(capsys, *quantize).code == 0
-    assert command(capsys, "export", model, *options, "-o", tmp_path / "b.gguf").code == 0
+    assert run_command(capsys, *quantize).code == 0
+    assert run_command(capsys, "export", model, *options, "-o", tmp_path / "b.gguf").code == 0
     ours = export(model, tmp_path / "c.gguf", "Q4_1", scales="absmax")
     a, b, c = (
         [bytes(read_tensor(tensor.raw()).flatten().view(torch.uint8).numpy())
@@ -119,7 +119,7 @@ def test_reference_scales_are_refused_without_a_llama_cpp_quantizer(model, tmp_p
         recipe = Recipe(scales="reference", calibration=CalibrationOptions(samples=2), **values)
         with pytest.raises(UsageError, match=match):
             api.quantize(str(model), recipe, None, Settings())
-    result = command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
+    result = run_command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
     assert (result.code, "did you mean 'reference'" in result.err) == (2, True)
     assert not (tmp_path / "x").exists()
 
@@ -127,15 +127,20 @@ def test_reference_scales_are_refused_without_a_llama_cpp_quantizer(model, tmp_p
 @pytest.mark.thorough
 def test_scales_option_is_refused_for_quantized_models(model, tmp_path, capsys):
     quantized_model = tmp_path / "q"
-    assert command(capsys, "quantize", model, "--bits", 4, "-o", quantized_model, *ROWS).code == 0
+    assert (
+        run_command(
+            capsys, "quantize", model, "--bits", 4, "-o", quantized_model, *CALIBRATION_ARGUMENTS
+        ).code
+        == 0
+    )
     arguments = ("--format", "gguf", "--scales", "reference", "-o", tmp_path / "x.gguf")
-    result = command(capsys, "export", quantized_model, *arguments)
+    result = run_command(capsys, "export", quantized_model, *arguments)
     assert (result.code, "--scales" in result.err) == (2, True)
-    result = command(
+    result = run_command(
         capsys, "export", quantized_model, "--type", "Q4_0", "--source", model, *arguments
     )
     assert (result.code, "drop --scales" in result.err) == (2, True)
-    result = command(
+    result = run_command(
         capsys, "export", quantized_model, "--type", "Q4_0", "--requantize", *arguments
     )
     assert result.code == 0

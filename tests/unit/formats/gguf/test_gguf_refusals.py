@@ -18,11 +18,18 @@ from quantforge.planning.gguf_plan import UNREAD
 from quantforge.recipe import Recipe, Rule
 from quantforge.verification.verify import verify
 from tests import gguf_models
-from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
+from tests.gguf_exports import (
+    NO_CALIBRATION,
+    WIDE,
+    assert_export_refused,
+    copy_with_edited_tokenizer,
+    copy_with_json_values,
+    export,
+)
 
 
 def test_families_and_settings_unsupported_by_gguf_are_refused(models, tmp_path, tiny):
-    refused(RefusedError, "model_type 'opt'.*not written", tiny("opt"), tmp_path)
+    assert_export_refused(RefusedError, "model_type 'opt'.*not written", tiny("opt"), tmp_path)
     for name, values, match in (
         ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar = 77"),
         ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types"),
@@ -35,8 +42,10 @@ def test_families_and_settings_unsupported_by_gguf_are_refused(models, tmp_path,
         ),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
     ):
-        model = changed(models(name), tmp_path / f"{name} {match[:5]}", "config.json", **values)
-        refused(RefusedError, match, model, tmp_path)
+        model = copy_with_json_values(
+            models(name), tmp_path / f"{name} {match[:5]}", "config.json", **values
+        )
+        assert_export_refused(RefusedError, match, model, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "noted"), [("glm4-moe", True), ("llama", False)])
@@ -46,7 +55,7 @@ def test_a_plan_notes_gguf_files_that_cannot_be_read_back(family, noted, tiny):
 
 
 def test_tensors_unknown_to_the_llama_cpp_graph_are_refused(tmp_path, tiny):
-    refused(
+    assert_export_refused(
         RefusedError, r"no place in llama.cpp's gemma2: .*k_proj.bias", tiny("gemma2"), tmp_path
     )
 
@@ -55,35 +64,51 @@ def test_unsupported_tokenizers_are_refused(models, tmp_path):
     source = models("llama-tied")
 
     def with_change(name: str, change: object) -> Path:
-        return edited(source, tmp_path / name, change)
+        return copy_with_edited_tokenizer(source, tmp_path / name, change)
 
     split = {"type": "Split", "pattern": {"Regex": "\\d+"}, "behavior": "Isolated", "invert": False}
     odd = with_change("pre", lambda it: it.update(pre_tokenizer=split))
-    refused(RefusedError, r"unknown pre-tokenizer: \\d\+", odd, tmp_path)
+    assert_export_refused(RefusedError, r"unknown pre-tokenizer: \\d\+", odd, tmp_path)
     export(odd, tmp_path / "named.gguf", pre_tokenizer="qwen2")
     assert read_gguf(tmp_path / "named.gguf").value("tokenizer.ggml.pre", str) == "qwen2"
     more = with_change("more", lambda it: it["model"]["vocab"].update({"\u00e9\u00e9": 320}))
-    more = edited(more, tmp_path / "z", lambda it: it["model"]["merges"].append(["\u00e9"] * 2))
-    refused(InputError, "'\u00e9\u00e9' has id 320, the embedding has 320 rows", more, tmp_path)
+    more = copy_with_edited_tokenizer(
+        more, tmp_path / "z", lambda it: it["model"]["merges"].append(["\u00e9"] * 2)
+    )
+    assert_export_refused(
+        InputError, "'\u00e9\u00e9' has id 320, the embedding has 320 rows", more, tmp_path
+    )
     wordpiece = with_change("kind", lambda it: it["model"].update(type="WordPiece"))
-    refused(RefusedError, "'WordPiece' is not written", wordpiece, tmp_path)
+    assert_export_refused(RefusedError, "'WordPiece' is not written", wordpiece, tmp_path)
     normal = with_change("normal", lambda it: it.update(normalizer={"type": "Lowercase"}))
-    refused(RefusedError, "does Lowercase", normal, tmp_path)
-    missing = changed(source, tmp_path / "added", "tokenizer_config.json", bos_token="<nowhere>")
-    refused(InputError, "bos_token '<nowhere>' is not in the vocabulary", missing, tmp_path)
+    assert_export_refused(RefusedError, "does Lowercase", normal, tmp_path)
+    missing = copy_with_json_values(
+        source, tmp_path / "added", "tokenizer_config.json", bos_token="<nowhere>"
+    )
+    assert_export_refused(
+        InputError, "bos_token '<nowhere>' is not in the vocabulary", missing, tmp_path
+    )
     added = {"319": {"content": "</s>"}, "321": {"content": "<tool>", "special": True}}
-    lost = changed(source, tmp_path / "lost", "tokenizer_config.json", added_tokens_decoder=added)
-    refused(InputError, r"added token '<tool>' \(id 321\) is not in tokenizer.json", lost, tmp_path)
-    bare = changed(source, tmp_path / "bare", "config.json")
+    lost = copy_with_json_values(
+        source, tmp_path / "lost", "tokenizer_config.json", added_tokens_decoder=added
+    )
+    assert_export_refused(
+        InputError, r"added token '<tool>' \(id 321\) is not in tokenizer.json", lost, tmp_path
+    )
+    bare = copy_with_json_values(source, tmp_path / "bare", "config.json")
     (bare / "tokenizer.json").unlink()
-    refused(InputError, "tokenizer.json: missing", bare, tmp_path)
+    assert_export_refused(InputError, "tokenizer.json: missing", bare, tmp_path)
     (bare / "tokenizer.json").write_text("{")
-    refused(InputError, "not JSON", bare, tmp_path)
+    assert_export_refused(InputError, "not JSON", bare, tmp_path)
 
 
 def test_a_vocabulary_smaller_than_the_embedding_is_padded(models, tmp_path):
-    model = edited(models("llama-tied"), tmp_path / "m", lambda it: it["model"]["vocab"].popitem())
-    model = edited(model, tmp_path / "n", lambda it: it["model"]["merges"].pop())
+    model = copy_with_edited_tokenizer(
+        models("llama-tied"), tmp_path / "m", lambda it: it["model"]["vocab"].popitem()
+    )
+    model = copy_with_edited_tokenizer(
+        model, tmp_path / "n", lambda it: it["model"]["merges"].pop()
+    )
     file = read_gguf(export(model, tmp_path / "x.gguf"))
     assert file.value("tokenizer.ggml.tokens", list)[319] == "[PAD319]"
     assert file.value("tokenizer.ggml.token_type", list)[319] == 5
@@ -115,7 +140,8 @@ def test_type_options_belong_to_gguf(models):
     with pytest.raises(InputError, match="--bits 7: no mixture"):
         api.plan(str(models("llama-tied")), Recipe(format="gguf", bits=7))
     plan = api.plan(
-        str(models("llama-tied", **WIDE)), Recipe(format="gguf", scheme="q5_k", calibration=NO_DATA)
+        str(models("llama-tied", **WIDE)),
+        Recipe(format="gguf", scheme="q5_k", calibration=NO_CALIBRATION),
     )
     kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.block >= 0}
     assert kinds == {"q5_k", "q5_1"}  # 128 columns of the output of attention
@@ -133,11 +159,13 @@ def test_overlong_or_duplicate_tensor_names_are_refused():
 def test_missing_experts_are_refused(models, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    model = changed(models("mixtral"), tmp_path / "m", "config.json")
+    model = copy_with_json_values(models("mixtral"), tmp_path / "m", "config.json")
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    refused(InputError, r"layers.1.block_sparse_moe.experts.2.w1.weight: missing", model, tmp_path)
+    assert_export_refused(
+        InputError, r"layers.1.block_sparse_moe.experts.2.w1.weight: missing", model, tmp_path
+    )
 
 
 @pytest.mark.parametrize("gguf_type", ["Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "Q4_0"])
@@ -169,7 +197,7 @@ def test_a_dropped_sliding_window_is_an_event(models, tmp_path):
         ({"use_sliding_window": True, "sliding_window": 4096}, 0),  # longer than the context
     )):  # fmt: skip
         kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-        model = changed(
+        model = copy_with_json_values(
             models("qwen2"),
             tmp_path / str(number),
             "config.json",
@@ -182,7 +210,9 @@ def test_a_dropped_sliding_window_is_an_event(models, tmp_path):
         assert all("equal up to 16 tokens" in item["detail"] for item in dropped)
         assert number or not verify(out, model).findings
     policy = Policy(strict=True)
-    refused(RefusedError, "sliding-window-dropped", tmp_path / "0", tmp_path, policy=policy)
+    assert_export_refused(
+        RefusedError, "sliding-window-dropped", tmp_path / "0", tmp_path, policy=policy
+    )
 
 
 ABSENT = object()
@@ -209,7 +239,7 @@ ABSENT = object()
 )  # fmt: skip
 def test_sliding_window_events_follow_transformers(models, tmp_path, family, values, events):
     changes = {key: value for key, value in values.items() if value is not ABSENT}
-    model = changed(models(family), tmp_path / "m", "config.json", **changes)
+    model = copy_with_json_values(models(family), tmp_path / "m", "config.json", **changes)
     config = json.loads((model / "config.json").read_text())
     kept = {key: value for key, value in config.items() if values.get(key) is not ABSENT}
     (model / "config.json").write_text(json.dumps(kept))
@@ -223,7 +253,9 @@ def test_sliding_window_events_follow_transformers(models, tmp_path, family, val
 
 @pytest.mark.parametrize("value", [None, "x", "", [], {}, 1e308, -1, float("nan")], ids=str)
 def test_an_epsilon_is_a_small_number(models, tmp_path, value):
-    model = changed(models("llama-tied"), tmp_path / "m", "config.json", rms_norm_eps=value)
+    model = copy_with_json_values(
+        models("llama-tied"), tmp_path / "m", "config.json", rms_norm_eps=value
+    )
     with pytest.raises(InputError, match=r"rms_norm_eps|number"):
         api.plan(str(model), Recipe(format="gguf", type="Q4_K_M"))
 
@@ -234,7 +266,9 @@ def test_unsupported_gguf_head_and_input_schemes_are_refused(models):
     for head, embedding in (("q8_0", "keep"), ("q8_0", "q6_k")):
         with pytest.raises(InputError, match="--lm-head q8_0: the head is tied to the embedding"):
             api.plan(tied, Recipe(format="gguf", bits=4, lm_head=head, embedding=embedding))
-    same = Recipe(format="gguf", bits=4, lm_head="q8_0", embedding="q8_0", calibration=NO_DATA)
+    same = Recipe(
+        format="gguf", bits=4, lm_head="q8_0", embedding="q8_0", calibration=NO_CALIBRATION
+    )
     types = {t.name: str(t.scheme) for t in api.plan(tied, same).tensors}
     assert types["model.embed_tokens.weight"] == "q8_0"
     inputs = Rule("down_proj", "q8_0+int8:token:dynamic")

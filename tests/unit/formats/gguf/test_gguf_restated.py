@@ -27,8 +27,8 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.gguf_exports import export
-from tests.runs import command
-from tests.thorough import usual
+from tests.runs import run_command
+from tests.thorough import mark_others_thorough
 
 NAMES = sorted(name for name in gguf_models.FAMILIES if name.startswith(("gemma4", "llama4")))
 IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14, 250, 199]
@@ -60,8 +60,8 @@ def with_weights(model: Any, source: Checkpoint, *, transposed: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", usual(NAMES, "gemma4", "gemma4-moe", "llama4"))
-@pytest.mark.parametrize("gguf_type", ["Q4_0", *usual(["F16", "Q6_K"])])
+@pytest.mark.parametrize("name", mark_others_thorough(NAMES, "gemma4", "gemma4-moe", "llama4"))
+@pytest.mark.parametrize("gguf_type", ["Q4_0", *mark_others_thorough(["F16", "Q6_K"])])
 def test_loaded_gguf_files_compute_the_logits_of_transformers(
     name: str, gguf_type: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -119,8 +119,8 @@ def test_verify_and_eval_accept_llama4_gguf_files(
 ) -> None:
     source = models("llama4")
     file = export(source, tmp_path / "x.gguf", "Q8_0")
-    assert command(capsys, "verify", file, "--source", source).code == 0
-    result = command(
+    assert run_command(capsys, "verify", file, "--source", source).code == 0
+    result = run_command(
         capsys, "eval", source, file, "--windows", 2, "--length", 32, "--no-speed", "--max-kl", 0.05
     )
     assert result.code == 0
@@ -189,7 +189,7 @@ def test_llama4_rope_parameters_round_trip_through_gguf(
     )
 
 
-@pytest.mark.parametrize("gguf_type", ["F32", *usual(["Q8_0"])])
+@pytest.mark.parametrize("gguf_type", ["F32", *mark_others_thorough(["Q8_0"])])
 def test_fused_gate_up_expert_tensors_are_split(
     gguf_type: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -20,8 +20,8 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests import gguf_models, vision_models
-from tests.gguf_exports import NO_DATA, changed, export, refused
-from tests.runs import StopError, command
+from tests.gguf_exports import NO_CALIBRATION, assert_export_refused, copy_with_json_values, export
+from tests.runs import StopError, run_command
 
 gguf = pytest.importorskip("gguf")
 NAMES = sorted(vision_models.CASES)
@@ -161,7 +161,7 @@ def test_projector_dtypes_and_names_follow_gguf(name, models, tmp_path):
 
 
 def test_image_mean_and_std_come_from_the_processor(models, tmp_path):
-    model = changed(models["gemma3"], tmp_path / "m", "config.json")
+    model = copy_with_json_values(models["gemma3"], tmp_path / "m", "config.json")
     (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3]}))
     file = read_gguf(export_projector(model, tmp_path / "x.gguf"))
     assert file.metadata["clip.vision.image_mean"].value == pytest.approx([0.1, 0.2, 0.3])
@@ -173,7 +173,7 @@ def test_image_mean_and_std_come_from_the_processor(models, tmp_path):
         ("do_normalize", "false"),
     ):
         (model / "preprocessor_config.json").write_text(json.dumps({key: value}))
-        refused(InputError, key, model, tmp_path, mmproj=True)
+        assert_export_refused(InputError, key, model, tmp_path, mmproj=True)
 
 
 def test_published_tower_tensor_names_are_known(models, tmp_path):
@@ -194,7 +194,7 @@ def copy_with_changed_tensors(
     model: Path, path: Path, name, change=lambda tensors: tensors
 ) -> Path:
     """Copy a model with renamed or changed tensors."""
-    path = changed(model, path, "config.json")
+    path = copy_with_json_values(model, path, "config.json")
     tensors = {name(key): value for key, value in load_file(path / "model.safetensors").items()}
     save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
     return path
@@ -214,7 +214,7 @@ CHANGES = {
 def test_an_incomplete_tower_is_refused_by_name(what, models, tmp_path):
     change, words = CHANGES[what]
     model = copy_with_changed_tensors(models["gemma3"], tmp_path / "m", lambda name: name, change)
-    refused(InputError, words, model, tmp_path, mmproj=True)
+    assert_export_refused(InputError, words, model, tmp_path, mmproj=True)
 
 
 def test_a_tower_value_beyond_float16_is_refused(models, tmp_path):
@@ -230,7 +230,9 @@ def test_a_tower_value_beyond_float16_is_refused(models, tmp_path):
 
 
 def test_a_non_square_number_of_image_tokens_is_refused(models, tmp_path):
-    model = changed(models["gemma3"], tmp_path / "m", "config.json", mm_tokens_per_image=5)
+    model = copy_with_json_values(
+        models["gemma3"], tmp_path / "m", "config.json", mm_tokens_per_image=5
+    )
     with pytest.raises(RefusedError, match="mm_tokens_per_image = 5"):
         projector_file(open_checkpoint(model), "x")
 
@@ -266,7 +268,7 @@ def test_vision_settings_unsupported_by_llama_cpp_are_refused(
 ):
     config = json.loads((models[name] / "config.json").read_text())
     vision = {**config["vision_config"], **changes}
-    model = changed(models[name], tmp_path / "m", "config.json", vision_config=vision)
+    model = copy_with_json_values(models[name], tmp_path / "m", "config.json", vision_config=vision)
     with pytest.raises(RefusedError, match=words):
         projector_file(open_checkpoint(model), "x")
 
@@ -281,7 +283,7 @@ def test_decoder_settings_for_images_unsupported_by_llama_cpp_are_refused(
 ):
     config = json.loads((models[name] / "config.json").read_text())
     text = {**config["text_config"], **changes}
-    model = changed(models[name], tmp_path / "m", "config.json", text_config=text)
+    model = copy_with_json_values(models[name], tmp_path / "m", "config.json", text_config=text)
     with pytest.raises(RefusedError, match=words):
         projector_file(open_checkpoint(model), "x")
 
@@ -292,7 +294,7 @@ def test_image_mean_is_zero_without_normalization(models, tmp_path):
         ("gemma3", {}, [0.1, 0.2, 0.3]), ("gemma3", {"do_normalize": False}, [0.0] * 3),
         ("gemma4", {}, [0.0] * 3), ("gemma4", {"do_normalize": True}, [0.1, 0.2, 0.3]),
     ):  # fmt: skip
-        model = changed(models[name], tmp_path / f"{name}-{processor}", "config.json")
+        model = copy_with_json_values(models[name], tmp_path / f"{name}-{processor}", "config.json")
         (model / "preprocessor_config.json").write_text(json.dumps({**colours, **processor}))
         keys = projector_file(open_checkpoint(model), "x").keys
         assert keys["clip.vision.image_mean"].value == pytest.approx(expected)
@@ -327,11 +329,11 @@ def test_image_processing_differences_of_llama_cpp_are_an_event(models, tmp_path
         "-o",
         tmp_path / "y.gguf",
     )
-    result = command(capsys, "export", models["llama4"], *options)
+    result = run_command(capsys, "export", models["llama4"], *options)
     assert (result.code, "tower-differs" in result.err) == (4, True)
     assert (
         "tower-differs"
-        in command(
+        in run_command(
             capsys, "plan", models["llama4"], "--format", "gguf", "--type", "F16", "--mmproj"
         ).out
     )
@@ -349,7 +351,7 @@ def test_a_dropped_audio_tower_is_an_event(models, tmp_path):
         }
 
     model = copy_with_changed_tensors(models["gemma4"], tmp_path / "m", lambda name: name, change)
-    bits = {"scheme": "int8:g32:sym", "calibration": NO_DATA}
+    bits = {"scheme": "int8:g32:sym", "calibration": NO_CALIBRATION}
     api.quantize(str(model), Recipe(**bits), tmp_path / "q", Settings())
     for source, more in ((model, {"type": "F16"}), (tmp_path / "q", {"allow_inexact": True})):
         out = tmp_path / f"{source.name}.gguf"
@@ -370,18 +372,20 @@ def test_the_img_break_embedding_is_stored_with_the_tower(models, tmp_path):
     file = read_gguf(export_projector(model, tmp_path / "x.gguf"))
     embedding = open_checkpoint(model).read("language_model.model.embed_tokens.weight")
     stored_row = read_float(file.tensors["v.token_embd.img_break"])
-    assert torch.equal(stored_row, embedding[vision_models.BREAK])
+    assert torch.equal(stored_row, embedding[vision_models.ROW_BREAK_TOKEN])
     assert not verify(tmp_path / "x.gguf", model, forward=False).findings
-    other = changed(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
+    other = copy_with_json_values(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
     with pytest.raises(InputError, match=r"no added token \[IMG_BREAK\]"):
         projector_file(open_checkpoint(other), "x")
-    other = changed(model, tmp_path / "n", "config.json")
+    other = copy_with_json_values(model, tmp_path / "n", "config.json")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["[IMG_BREAK]"] = 320
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InputError, match=r"embed_tokens\.weight: \[320, 64\], and row 320"):
         projector_file(open_checkpoint(other), "x")
-    other_layer = changed(model, tmp_path / "o", "config.json", vision_feature_layer=-2)
+    other_layer = copy_with_json_values(
+        model, tmp_path / "o", "config.json", vision_feature_layer=-2
+    )
     with pytest.raises(RefusedError, match="vision_feature_layer = -2"):
         projector_file(open_checkpoint(other_layer), "x")
 
@@ -389,15 +393,17 @@ def test_the_img_break_embedding_is_stored_with_the_tower(models, tmp_path):
 def test_a_vision_size_that_is_no_number_is_refused(models, tmp_path):
     config = json.loads((models["gemma3"] / "config.json").read_text())
     vision = {**config["vision_config"], "num_hidden_layers": "many"}
-    model = changed(models["gemma3"], tmp_path / "m", "config.json", vision_config=vision)
+    model = copy_with_json_values(
+        models["gemma3"], tmp_path / "m", "config.json", vision_config=vision
+    )
     with pytest.raises(InputError, match=r"vision_config\.num_hidden_layers = 'many'"):
         projector_file(open_checkpoint(model), "x")
 
 
 def test_models_without_a_supported_vision_tower_are_refused(tmp_path):
     model = gguf_models.make("llama-tied", tmp_path / "m")
-    refused(RefusedError, "describes no vision tower", model, tmp_path, mmproj=True)
-    other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
+    assert_export_refused(RefusedError, "describes no vision tower", model, tmp_path, mmproj=True)
+    other = copy_with_json_values(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
     with pytest.raises(RefusedError, match="'llama' is not written") as caught:
         export_projector(other, tmp_path / "x.gguf")
     assert "gemma3, gemma4, llama4, mistral3, qwen2_5_vl, qwen3_vl" in caught.value.hint
@@ -406,7 +412,7 @@ def test_models_without_a_supported_vision_tower_are_refused(tmp_path):
 def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsys):
     model, options = models["gemma3"], ("--bits", 8, "--format", "gguf", "--json")
     bare, plan = (
-        json.loads(command(capsys, "plan", model, *options, *more).out)
+        json.loads(run_command(capsys, "plan", model, *options, *more).out)
         for more in ((), ("--mmproj",))
     )
     rules = {item["name"]: item["rule"] for item in plan["tensors"] if item["action"] == "drop"}
@@ -417,7 +423,7 @@ def test_a_plan_with_mmproj_reports_and_counts_the_tower(models, tmp_path, capsy
     more = plan["forecast"]["disk_bytes"] - bare["forecast"]["disk_bytes"]
     assert more == tower.plan.size > 0
     assert "--mmproj writes that of pictures, " in " ".join(plan["notes"])
-    result = command(capsys, "plan", model, "--bits", 8, "--mmproj")
+    result = run_command(capsys, "plan", model, "--bits", 8, "--mmproj")
     assert result.code == 2
     assert "add --format gguf" in result.err
     announced = Settings(mmproj=True, announce=lambda plan, _: stop_at_announced_plan(plan))
@@ -470,7 +476,10 @@ def test_reproduce_includes_the_projector_file(models, tmp_path):
 
 def test_the_tower_of_a_quantized_model_is_written_too(models, tmp_path):
     api.quantize(
-        str(models["gemma3"]), Recipe(bits=8, calibration=NO_DATA), tmp_path / "q", Settings()
+        str(models["gemma3"]),
+        Recipe(bits=8, calibration=NO_CALIBRATION),
+        tmp_path / "q",
+        Settings(),
     )
     settings = Settings(mmproj=True)
     api.export(

@@ -15,7 +15,7 @@ from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.formats.gguf.vocabulary import TokenType, Vocabulary, vocabulary
 from tests import gguf_models
 from tests.gguf_exports import export
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 ROWS = 520
 Change = Callable[[dict[str, Any]], object]
@@ -319,7 +319,7 @@ def test_tokens_added_by_settings_match_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    usual(
+    mark_others_thorough(
         {**SAME, **{k: c for k, c in EVENTS.items() if c.witness}},
         "bytes",
         "added piece with a mark",

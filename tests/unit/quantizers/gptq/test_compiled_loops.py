@@ -17,7 +17,7 @@ from quantforge.packers import row_encoding as rows
 from quantforge.quantizers import Rounded
 from quantforge.quantizers.gptq import column_loops, gptq
 from quantforge.recipe import GptqOptions, Rounding
-from tests.thorough import usual
+from tests.thorough import mark_others_thorough
 
 SCHEMES = ["int4:g64:sym:f16", "int3:g32:asym:bf16", "int2:g64:sym:f32", "int8:row:asym:f16"]
 
@@ -56,7 +56,8 @@ def test_compiled_scale_search_equals_torch(text: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "text", usual([*SCHEMES, "q4_k", "q8_0", "iq4_xs"], *SCHEMES[:2], "q4_k", "iq4_xs")
+    "text",
+    mark_others_thorough([*SCHEMES, "q4_k", "q8_0", "iq4_xs"], *SCHEMES[:2], "q4_k", "iq4_xs"),
 )
 def test_compiled_gptq_and_sweeps_choose_the_same_codes(
     text: str, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from quantforge.quantizers.gptq import gptq
 from quantforge.quantizers.gptq.hessian import DAMPING_MULTIPLES, factorize
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 
 def _matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -165,7 +165,7 @@ def test_reported_error_is_the_relative_objective(
     assert rounded.figures["error"] == pytest.approx(float(expected), rel=1e-4)
 
 
-@each_value(
+@parametrize_each_value(
     ("scales", ["absmax", "search"]),
     (
         "scheme",

@@ -21,8 +21,15 @@ from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
-from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, chain, drafted, following
-from tests.thorough import each_value
+from tests.fake_decoder import (
+    VOCABULARY,
+    FakeDecoder,
+    chain_tree,
+    greedy_tokens,
+    next_token,
+    oracle_speculation,
+)
+from tests.thorough import parametrize_each_value
 
 
 def prompt(length, seed=0):
@@ -71,9 +78,9 @@ def test_every_request_gets_the_tokens_it_gets_alone(options):
         engine.submit(request)
     finished, streamed = run(engine)
     for request in REQUESTS:
-        assert streamed[request.id] == alone(request)
+        assert streamed[request.id] == greedy_tokens(request)
         assert finished[request.id] == Finished(
-            request.id, FinishReason.LENGTH, tuple(alone(request))
+            request.id, FinishReason.LENGTH, tuple(greedy_tokens(request))
         )
     counters = engine.counters
     assert counters.pages_free == counters.pages
@@ -90,7 +97,7 @@ def test_youngest_request_is_preempted_when_pages_run_out():
     finished, streamed = run(engine)
     assert engine.counters.preemptions > 0
     assert list(finished) == ["a", "b", "c"]
-    assert streamed == {request.id: alone(request) for request in requests}
+    assert streamed == {request.id: greedy_tokens(request) for request in requests}
 
 
 def test_long_prompts_are_chunked_so_that_others_continue():
@@ -105,10 +112,10 @@ def test_long_prompts_are_chunked_so_that_others_continue():
 
 def test_request_ends_at_its_stop_token():
     request = GenerationRequest("a", prompt(9), 50)
-    stop = alone(request)[10]
+    stop = greedy_tokens(request)[10]
     engine = ServingEngine(FakeDecoder())
     engine.submit(GenerationRequest("a", prompt(9), 50, frozenset({stop})))
-    expected = tuple(alone(request)[: alone(request).index(stop) + 1])
+    expected = tuple(greedy_tokens(request)[: greedy_tokens(request).index(stop) + 1])
     assert run(engine)[0]["a"] == Finished("a", FinishReason.STOP, expected)
 
 
@@ -128,10 +135,10 @@ def test_cancelled_requests_release_their_pages(steps):
     }
     assert finished["a"].reason == FinishReason.CANCELLED
     for request in requests[1:]:
-        assert list(finished[request.id].tokens) == alone(request)
+        assert list(finished[request.id].tokens) == greedy_tokens(request)
     assert engine.counters.pages_free == engine.counters.pages
     engine.submit(requests[0])  # its id is free again
-    assert list(run(engine)[0]["a"].tokens) == alone(requests[0])
+    assert list(run(engine)[0]["a"].tokens) == greedy_tokens(requests[0])
 
 
 def test_request_larger_than_the_cache_is_refused():
@@ -165,7 +172,7 @@ def test_prompt_tokens_are_scored_once(options):
         assert [score.token for score in scores] == list(request.ids[1:])
         for index, score in enumerate(scores, 1):
             logits = torch.zeros(VOCABULARY)
-            logits[following(request.ids[:index])] = 1
+            logits[next_token(request.ids[:index])] = 1
             assert score.logprob == pytest.approx(float(logits.log_softmax(-1)[score.token]))
             assert len(score.top) == number
 
@@ -201,18 +208,18 @@ def test_nan_logits_end_only_their_request():
 
     good = GenerationRequest("good", prompt(9, 1), 20)
     bad = GenerationRequest("bad", prompt(9, 2), 20)
-    following_bad = next(token for token in alone(bad) if token not in alone(good))
+    following_bad = next(token for token in greedy_tokens(bad) if token not in greedy_tokens(good))
     engine = ServingEngine(Damaged())
     for request in (good, bad):
         engine.submit(request)
     finished, _ = run(engine)
     assert finished["bad"].reason == FinishReason.ERROR
     assert "is nan" in finished["bad"].error
-    assert list(finished["good"].tokens) == alone(good)
+    assert list(finished["good"].tokens) == greedy_tokens(good)
     assert engine.counters.pages_free == engine.counters.pages
 
 
-@each_value(
+@parametrize_each_value(
     ("shape", [(1,), (1, 1, 1, 1, 1), (3, 2), (2, 1, 1)]),
     (
         "options",
@@ -231,12 +238,14 @@ def test_drafts_change_no_completion(options, shape):
         *REQUESTS,
         GenerationRequest("stops", prompt(9, 77), 60, stop=frozenset(range(0, 61, 7))),
     ]
-    engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}), drafted(shape))
+    engine = ServingEngine(
+        FakeDecoder(), EngineOptions(**{**ROOM, **options}), oracle_speculation(shape)
+    )
     for request in requests:
         engine.submit(request)
     finished, streamed = run(engine)
     for request in requests:
-        assert streamed[request.id] == alone(request) == list(finished[request.id].tokens)
+        assert streamed[request.id] == greedy_tokens(request) == list(finished[request.id].tokens)
     counters, counts = engine.counters, engine.counters.speculation
     assert counters.pages_free == counters.pages
     if options.get("token_budget") == 4:  # one for each row: none is left for drafts
@@ -253,7 +262,7 @@ def test_single_text_drafters_are_refused():
         ServingEngine(
             FakeDecoder(),
             EngineOptions(**ROOM),
-            replace(drafted((1,)), drafter=lambda room: LookaheadDrafter()),
+            replace(oracle_speculation((1,)), drafter=lambda room: LookaheadDrafter()),
         )
 
 
@@ -273,4 +282,4 @@ class Wrong(Drafter):
 
     def draft(self, history, most, sampler):
         time.sleep(0.002)
-        return chain([(following(history) + 1) % VOCABULARY] * most)
+        return chain_tree([(next_token(history) + 1) % VOCABULARY] * most)

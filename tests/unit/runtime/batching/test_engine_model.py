@@ -19,8 +19,8 @@ from quantforge.runtime.speculation.decode import SpeculativeDecoder, speculativ
 from quantforge.runtime.speculation.draft_options import DraftOptions
 from tests.choices import plain_text
 from tests.plain_loop import StopLimits, generate
-from tests.runs import copied, first_blocks
-from tests.thorough import usual
+from tests.runs import copy_model, keep_first_blocks
+from tests.thorough import mark_others_thorough
 from tests.unit.runtime.speculation.test_trees import Planted
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -32,7 +32,9 @@ LENGTHS = [(40, 45), (25, 30), (100, 5), (1, 30), (64, 12), (33, 3), (70, 14)]
 def loaded():
     """Return the first half of the demo, which answers in half of the time."""
     with tempfile.TemporaryDirectory() as directory:
-        return load(first_blocks(copied(DEMO, Path(directory) / "half"), 2), dtype=torch.float32)
+        return load(
+            keep_first_blocks(copy_model(DEMO, Path(directory) / "half"), 2), dtype=torch.float32
+        )
 
 
 @cache
@@ -86,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize(("kind", "options"), usual(CASES, *CASES[::3]), ids=str)
+@pytest.mark.parametrize(("kind", "options"), mark_others_thorough(CASES, *CASES[::3]), ids=str)
 def test_greedy_tokens_equal_those_of_each_request_alone(kind, options):
     arguments = {
         "rows": 4,
@@ -119,7 +121,7 @@ DRAFTED = [
 
 @pytest.mark.tokens
 @pytest.mark.parametrize(
-    ("kind", "draft", "tree", "options"), usual(DRAFTED, *DRAFTED[::4]), ids=str
+    ("kind", "draft", "tree", "options"), mark_others_thorough(DRAFTED, *DRAFTED[::4]), ids=str
 )
 def test_drafts_change_no_completion(kind, draft, tree, options):
     speculative = drafted(draft, tree)

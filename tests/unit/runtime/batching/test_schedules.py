@@ -12,7 +12,7 @@ from quantforge.runtime.batching.generation_requests import (
     GenerationRequest,
 )
 from quantforge_kernels.kv import PAGE_SIZE
-from tests.fake_decoder import FakeDecoder, alone, drafted
+from tests.fake_decoder import FakeDecoder, greedy_tokens, oracle_speculation
 
 LONGEST = 150
 BEGINNINGS = [tuple((n * (n + seed)) % 59 for n in range(100)) for seed in range(3)]
@@ -59,7 +59,7 @@ def check_pages(engine):
 @settings(max_examples=35, deadline=None)
 @given(options_of, arrivals_of, cancelled_of, shapes_of)
 def test_any_schedule_gives_plain_results_and_leaks_no_page(options, arrivals, cancelled, shape):
-    speculative = drafted(shape) if shape else None
+    speculative = oracle_speculation(shape) if shape else None
     engine = ServingEngine(FakeDecoder(), EngineOptions(tokens=LONGEST, **options), speculative)
     requests = [
         (when, GenerationRequest(str(n), ids, new, stop))
@@ -85,7 +85,7 @@ def test_any_schedule_gives_plain_results_and_leaks_no_page(options, arrivals, c
     assert engine.idle, "a request starves"
     assert set(finished) == {request.id for _, request in requests}
     for _, request in requests:
-        completion, expected = finished[request.id], tuple(alone(request))
+        completion, expected = finished[request.id], tuple(greedy_tokens(request))
         if request.id in away:
             assert completion.reason == FinishReason.CANCELLED
             assert completion.tokens == expected[: len(completion.tokens)]

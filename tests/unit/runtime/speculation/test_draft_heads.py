@@ -21,7 +21,7 @@ from quantforge.runtime.speculation.eagle3 import Eagle3Layer
 from quantforge.runtime.speculation.hidden_state_drafter import HiddenStateDrafter
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from tests.plain_loop import StopLimits, generate
-from tests.runs import command
+from tests.runs import run_command
 from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, speculated
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -284,7 +284,7 @@ def test_generate_accepts_draft_heads(request, kind):
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_server_refuses_draft_heads(request, kind, capsys):
     path = request.getfixturevalue(kind)
-    ended = command(capsys, "bench", DEMO, "--requests", 2, "--draft", path)
+    ended = run_command(capsys, "bench", DEMO, "--requests", 2, "--draft", path)
     assert (ended.code, "single text" in ended.err) == (2, True)
 
 

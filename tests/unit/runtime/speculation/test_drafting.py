@@ -12,7 +12,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.speculation.draft_model import quantize_draft, recover_weight
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
-from tests.thorough import each_value
+from tests.thorough import parametrize_each_value
 
 DEMO = Path(__file__).parents[4] / "models/demo"
 PROMPT = "import os, json, json, json"
@@ -24,7 +24,7 @@ def loaded():
 
 
 @pytest.mark.tokens
-@each_value(
+@parametrize_each_value(
     ("draft", ["ngram", "int3", str(DEMO)]),
     ("temperature", [0.0, 0.9]),
 )

@@ -14,7 +14,7 @@ from quantforge.formats.sources.head_directory import open_draft_heads
 from quantforge.plans import Action
 from quantforge.runtime.load import load
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
-from tests.runs import command, quantize, recipe
+from tests.runs import quantize, recipe, run_command
 from tests.unit.runtime.speculation.test_draft_heads import changed, write_eagle, write_medusa
 from tests.unit.runtime.speculation.test_speculate import DEMO
 
@@ -110,7 +110,7 @@ def test_quantized_heads_are_inspected_and_verified(heads, tmp_path, kind, capsy
     data[-9] ^= 1
     (out / "model.safetensors").write_bytes(data)
     assert quantforge.verify(out).findings
-    again = command(capsys, "plan", out, "--bits", 4)
+    again = run_command(capsys, "plan", out, "--bits", 4)
     assert (again.code, "already quantized" in again.err) == (3, True)
 
 
@@ -163,7 +163,7 @@ def test_missing_head_tensor_is_named(heads, tmp_path):
 
 @pytest.mark.parametrize("verb", ["generate", "eval", "bench"])
 def test_heads_are_refused_where_a_model_is_needed(heads, capsys, verb):
-    ended = command(capsys, verb, heads["medusa"], *(["x"] if verb == "generate" else []))
+    ended = run_command(capsys, verb, heads["medusa"], *(["x"] if verb == "generate" else []))
     assert ended.code == RefusedError.exit_code
     assert "medusa heads, no model" in ended.err
     assert "--draft" in ended.err

@@ -24,7 +24,7 @@ from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
 from quantforge.runtime.speculation.verify_drafts import SpeculationCounts, expected_tokens
 from tests.choices import plain_text
-from tests.fake_decoder import chain
+from tests.fake_decoder import chain_tree
 from tests.plain_loop import StopLimits, generate
 
 DEMO = Path("models/demo")
@@ -63,7 +63,7 @@ class Scripted(Drafter):
         for token in following:
             self.asked += 1
             results.append(token if self.asked % self.wrong else (token + 1) % 100)
-        return chain(results)
+        return chain_tree(results)
 
 
 @pytest.mark.tokens

@@ -22,7 +22,7 @@ from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
 from quantforge.runtime.speculation.tree import ROOT, DraftTree
 from tests.choices import plain_text
-from tests.fake_decoder import chain
+from tests.fake_decoder import chain_tree
 from tests.plain_loop import StopLimits, generate
 from tests.unit.runtime.speculation.test_speculate import (
     DEMO,
@@ -185,7 +185,7 @@ def test_ngram_tree_copies_several_matches():
     assert (tree.depth, tree.drafted, tree.is_chain) == (3, 6, False)
     again = drafter.draft([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 6, 1, 2], 2, sampler)
     assert again.tokens == [5, 6, 3, 4]  # what followed twice is there once
-    assert chain([5, 6]).is_chain
+    assert chain_tree([5, 6]).is_chain
 
 
 def test_tree_shapes_are_parsed():
