@@ -73,7 +73,10 @@ def quantize_or_plan(model, text, out, *, run):
 VERBS = {
     "generate": (lambda m, t, out: api.generate(m, TEXT_WITH_TOKEN, raw=True), "the prompt: "),
     "chat": (lambda m, t, out: api.generate(m, TEXT_WITH_TOKEN), "the prompt in the model's chat template: "),
-    "eval": (lambda m, t, out: evaluate_models(m, [], options(text=TEXT_WITH_TOKEN + TEXT)), "the text that is scored: "),  # noqa: E501
+    "eval": (
+        lambda m, t, out: evaluate_models(m, [], options(text=TEXT_WITH_TOKEN + TEXT)),
+        "the text that is scored: ",
+    ),
     "eval --generated": (
         lambda m, t, out: evaluate_models(m, [], options(prompts=Prompts("p", ("a", TEXT_WITH_TOKEN), 4))),
         "--generated: prompt 2: "),
