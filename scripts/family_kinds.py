@@ -44,7 +44,7 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
             if tensor.name.endswith("bias"):
                 continue
             block = NUMBERED_NAME.match(tensor.name)
-            if block is not None and block[1] in measured.towers:
+            if block is not None and block[1] in measured.outside_blocks:
                 continue  # named by its list
             if joined.replace(".*.", ".N.") not in said:
                 found.append(f"stays without a word: {tensor.name} is {kind}")

@@ -125,7 +125,7 @@ from pathlib import Path
 from tests import releases as t
 from dataclasses import replace
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-failing = t.Failing(0, kill)
+failing = t.FailingDisk(0, kill)
 disk = replace(failing.disk(), fsync=failing.wrap(lambda descriptor: None))
 for place in sys.argv[1:]:
     for at in range(1, 1000):

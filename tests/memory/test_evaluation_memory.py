@@ -18,8 +18,8 @@ COMPILER = 60_000_000  # what LLVM alone takes is twice that
 EVALUATE = """
 import json, sys
 from pathlib import Path
-from tests.evaluations import compared, options
-rows = compared(Path(sys.argv[1]), [Path(sys.argv[2])], options(speed=True)).rows
+from tests.evaluations import evaluate_models, options
+rows = evaluate_models(Path(sys.argv[1]), [Path(sys.argv[2])], options(speed=True)).rows
 print(json.dumps([[row["peak_bytes"], list(row["kernels"])] for row in rows]))
 """
 

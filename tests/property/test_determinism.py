@@ -26,11 +26,11 @@ import tests.conftest  # which has loops that were compiled read, not compiled a
 from pathlib import Path
 from quantforge import api
 from quantforge.settings import Settings
-from tests.runs import swift
+from tests.runs import fast_recipe
 model, out, threads, *methods = sys.argv[1:]
 torch.set_num_threads(int(threads))
 for method in methods:
-    api.quantize(model, swift(method), Path(out) / method, Settings(threads=int(threads)))
+    api.quantize(model, fast_recipe(method), Path(out) / method, Settings(threads=int(threads)))
 """
 
 
