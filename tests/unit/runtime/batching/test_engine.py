@@ -281,5 +281,5 @@ class Wrong(Drafter):
     """Drafts a token that never follows, and takes its time."""
 
     def draft(self, history, most, sampler):
-        time.sleep(0.002)
+        time.sleep(0.01)
         return chain_tree([(next_token(history) + 1) % VOCABULARY] * most)
